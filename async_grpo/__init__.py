@@ -5,7 +5,7 @@ Rank 0 and the other ranks, the controller and each worker are processes of thei
 
     new weights    run/loop.train ─▶ run/sampled_data.publish ─▶ weight_sync/publisher.collect
     (all ranks)      ─▶ weight_sync/gather.rounds, then in a thread of rank 0:
-                     run/main_rank.begin ─▶ controller/controller.publish ─▶
+                     run/publication.begin ─▶ controller/controller.publish ─▶
                      controller/registry.publish
                      ─▶ rollout/generation_worker.load_weights of every worker
     may be used    controller/controller.published ─▶ controller/served_run.published ─▶

@@ -29,7 +29,8 @@ import ray
 from async_grpo.algorithms.base import LocalRules
 from async_grpo.algorithms.find import find_algorithm
 from async_grpo.batching.records import BatcherPlan
-from async_grpo.cluster import cluster
+from async_grpo.cluster.cluster import Cluster
+from async_grpo.cluster.handles import CONTROLLER
 from async_grpo.config.roles import ENVIRONMENT, GENERATION
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.config.worker_config import WorkerConfig
@@ -106,7 +107,7 @@ def measure(size: Size, *, file: Path) -> list[Figure]:
     """Play them all, once."""
     columns = {"num_turns": size.num_turns, "file": str(file)}
     question = Question(np.arange(64, dtype=np.int32), "talk", None, columns)
-    controller = ray.remote(WatchedController).options(name=cluster.CONTROLLER, **OPTIONS)
+    controller = ray.remote(WatchedController).options(name=CONTROLLER, **OPTIONS)
     controller = controller.remote(code_hash())
     engine = ray.remote(Engine).options(**OPTIONS).remote(size.turn_s, 64)
     for number in range(NUM_WORKERS):
@@ -115,7 +116,7 @@ def measure(size: Size, *, file: Path) -> list[Figure]:
         )
         get(controller.register.remote(info, engine))
     (kind,) = worker_kinds(
-        WorkerConfig(mode=ENVIRONMENT, max_num_seqs=size.num_episodes // NUM_WORKERS)
+        Cluster(), WorkerConfig(mode=ENVIRONMENT, max_num_seqs=size.num_episodes // NUM_WORKERS)
     )
     for number in range(NUM_WORKERS):
         worker = kind.start(f"environment-{number}")
@@ -207,7 +208,7 @@ def main(quick: bool, results_dir: str) -> None:
     click.echo(f"{results.machine()}, {results.load()}")
     with tempfile.TemporaryDirectory() as folder, stack.start(Path(folder)) as running:
         os.environ["RAY_AUTH_MODE"] = running.environment["RAY_AUTH_MODE"]
-        cluster.connect(running.environment["RAY_ADDRESS"], namespace=NAME)
+        Cluster.join(running.environment["RAY_ADDRESS"], namespace=NAME)
         try:
             figures = measure(QUICK if quick else Size(), file=Path(folder) / "waited.jsonl")
         finally:

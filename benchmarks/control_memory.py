@@ -19,7 +19,7 @@ import click
 import numpy as np
 import ray
 
-from async_grpo.cluster import cluster
+from async_grpo.cluster.cluster import Cluster
 from async_grpo.data.table import QuestionTable
 from async_grpo.types import Question
 from benchmarks import control_plane, procfs, results, stack
@@ -54,7 +54,7 @@ class Held:
 
     @classmethod
     def by(cls, actor: Any) -> Held:
-        usage = procfs.usage(cluster.process_of(actor))
+        usage = procfs.usage(Cluster().process_of(actor))
         assert usage is not None
         return cls((usage.rss_bytes - usage.shared_bytes) / MIB, usage.shared_bytes / MIB)
 
@@ -68,7 +68,7 @@ def main(quick: bool, results_dir: str) -> None:
     click.echo(f"{results.machine()}, {results.load()}")
     with tempfile.TemporaryDirectory() as folder, stack.start(Path(folder)) as running:
         os.environ["RAY_AUTH_MODE"] = running.environment["RAY_AUTH_MODE"]
-        cluster.connect(running.environment["RAY_ADDRESS"], namespace=NAME)
+        Cluster.join(running.environment["RAY_ADDRESS"], namespace=NAME)
         try:
             figures = measure(size)
         finally:

@@ -26,7 +26,7 @@ import ray
 from async_grpo.algorithms.base import LocalRules
 from async_grpo.algorithms.find import find_algorithm
 from async_grpo.batching.records import BatcherPlan
-from async_grpo.cluster import cluster
+from async_grpo.cluster.cluster import Cluster
 from async_grpo.config.roles import GENERATION, VERIFIER, teacher
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.controller.controller import Controller
@@ -88,7 +88,7 @@ def main(quick: bool, results_dir: str) -> None:
     click.echo(f"{results.machine()}, {results.load()}")
     with tempfile.TemporaryDirectory() as folder, stack.start(Path(folder)) as running:
         os.environ["RAY_AUTH_MODE"] = running.environment["RAY_AUTH_MODE"]
-        cluster.connect(running.environment["RAY_ADDRESS"], namespace=NAME)
+        Cluster.join(running.environment["RAY_ADDRESS"], namespace=NAME)
         try:
             figures = turn_figures(size) + sample_figures(size)
         finally:

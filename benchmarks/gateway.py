@@ -29,7 +29,8 @@ import ray.cloudpickle
 from async_grpo.algorithms.base import LocalRules
 from async_grpo.algorithms.find import find_algorithm
 from async_grpo.batching.records import BatcherPlan
-from async_grpo.cluster import cluster
+from async_grpo.cluster.cluster import Cluster
+from async_grpo.cluster.handles import ControllerClient
 from async_grpo.config.roles import GENERATION
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.controller.find import find_or_make_controller
@@ -127,10 +128,10 @@ def served(model: str, output: Path, engines: Mapping[str, Any]) -> Iterator[Ser
         incarnation=INCARNATION,
         rules=LocalRules(find_algorithm(config)),
     )
-    witness = start_witness()
+    witness = start_witness(Cluster())
 
     def begin() -> RunId:
-        controller = find_or_make_controller()
+        controller = find_or_make_controller(Cluster())
         run = RunId(plan.incarnation, get(controller.begin_run.remote(plan, witness, None)))
         for name, engine in engines.items():
             info = WorkerInfo(name, GENERATION, "node", 0, "model", 128, 4.0, 0.0, LONGEST)
@@ -139,17 +140,17 @@ def served(model: str, output: Path, engines: Mapping[str, Any]) -> Iterator[Ser
         get(controller.publish.remote(run, snapshot, (GENERATION,), TIMEOUT_S))
         return run
 
-    run, controller = begin(), find_or_make_controller()
+    run, controller = begin(), find_or_make_controller(Cluster())
     address = free_address(config)
     assert address is not None
-    gateway = start_gateway(plan, controller, address)
+    gateway = start_gateway(plan, ControllerClient(Cluster(), controller), address)
     lines = (output / ADDRESS_FILE).read_text().splitlines()
     url, token = (line.partition("=")[2] for line in lines)
     try:
         yield ServedRun(url.removesuffix("/v1"), token, gateway, controller, run, begin)
     finally:
         ray.kill(gateway)
-        ray.kill(find_or_make_controller())
+        ray.kill(find_or_make_controller(Cluster()))
 
 
 def start_engine(kind: type[Any] = InstantEngine, *arguments: object) -> Any:
@@ -158,7 +159,7 @@ def start_engine(kind: type[Any] = InstantEngine, *arguments: object) -> Any:
 
 
 def get(reference: Any) -> Any:
-    return cluster.wait(reference, timeout_s=TIMEOUT_S, who="the actor")
+    return Cluster().wait(reference, timeout_s=TIMEOUT_S, who="the actor")
 
 
 def measure(num_requests: int, folder: Path) -> list[Figure]:
@@ -223,7 +224,7 @@ def main(quick: bool, results_dir: str) -> None:
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     with tempfile.TemporaryDirectory() as folder, stack.start(Path(folder)) as running:
         os.environ["RAY_AUTH_MODE"] = running.environment["RAY_AUTH_MODE"]
-        cluster.connect(running.environment["RAY_ADDRESS"], namespace=NAME)
+        Cluster.join(running.environment["RAY_ADDRESS"], namespace=NAME)
         measure(10, Path(folder))  # imports and connections, once
         figures = measure(20 if quick else 500, Path(folder))
         ray.shutdown()

@@ -31,6 +31,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config
 
+from async_grpo.cluster.cluster import Cluster
 from async_grpo.launch.interrupts import interrupt_once
 from async_grpo.model.policy import PolicyModel
 from async_grpo.training.fsdp import iter_full_tensors, local_shards
@@ -84,10 +85,10 @@ class Rank:
                 assert isinstance(parameter, DTensor)
                 parameter.to_local().normal_()
         self._version = itertools.count()
-        self._publisher = Publisher(dtype=dtype)
+        self._publisher = Publisher(Cluster(), dtype=dtype)
         self._kept: WeightsSnapshot | None = None
         shards = Shards.of(self.policy)
-        self.collector = Collector(shards, device=torch.device("cpu"), dtype=dtype)
+        self.collector = Collector(shards, Cluster(), device=torch.device("cpu"), dtype=dtype)
         self.is_main = dist.get_rank() == 0
         self._receiver: Any = ray.remote(Receiver).remote() if self.is_main else None
 

@@ -3,7 +3,7 @@ import asyncio
 import pytest
 from ray.exceptions import ActorUnavailableError, OutOfMemoryError
 
-from async_grpo.cluster import cluster
+from async_grpo.cluster import handles
 from async_grpo.util.errors import ProcessLostError
 
 FACTS = (
@@ -32,5 +32,5 @@ def test_a_process_that_ray_has_killed_or_lost_is_told_in_one_sentence(error, se
         raise error
 
     with pytest.raises(ProcessLostError) as lost:
-        asyncio.run(cluster.call(fails(), timeout_s=1.0, who="the batcher"))
+        asyncio.run(handles.call(fails(), timeout_s=1.0, who="the batcher"))
     assert str(lost.value) == sentence

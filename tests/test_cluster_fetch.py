@@ -7,7 +7,7 @@ import pytest
 import ray
 from local_ray import local_ray
 
-from async_grpo.cluster import cluster
+from async_grpo.cluster.cluster import Cluster
 from async_grpo.util.errors import ProcessLostError
 
 pytestmark = pytest.mark.integration
@@ -37,7 +37,7 @@ def test_objects_outlive_who_made_them_where_the_caller_owns_them(maker):
     answer, reference = actor.two.options(num_returns=2).remote()
     assert ray.get(answer, timeout=60) is None
     ray.kill(actor)
-    (found,) = cluster.fetch([reference], timeout_s=60, owner=WHO)
+    (found,) = Cluster().fetch([reference], timeout_s=60, owner=WHO)
     assert found.sum() == 100_000
 
 
@@ -46,7 +46,7 @@ def test_what_does_not_come_in_time_is_none_beside_what_does(maker):
     references = [late.late.remote(), here.two.options(num_returns=2).remote()[1]]
     ray.wait(references[1:], timeout=60)
     began = time.monotonic()
-    found = cluster.fetch(references, timeout_s=1, owner=WHO)
+    found = Cluster().fetch(references, timeout_s=1, owner=WHO)
     assert [value is None for value in found] == [True, False]
     assert time.monotonic() - began < 30
     ray.kill(late)
@@ -58,9 +58,9 @@ def test_the_end_of_the_owner_is_the_end_of_a_process(maker):
     ray.kill(actor)
     with pytest.raises(ProcessLostError, match="the controller has ended"):
         for _ in range(150):  # until Ray has seen it, what lies here can still be read
-            cluster.fetch([reference], timeout_s=60, owner=WHO)
+            Cluster().fetch([reference], timeout_s=60, owner=WHO)
             time.sleep(0.2)
 
 
 def test_nothing_is_fetched_at_once(maker):
-    assert cluster.fetch([], timeout_s=1, owner=WHO) == []
+    assert Cluster().fetch([], timeout_s=1, owner=WHO) == []

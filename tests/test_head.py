@@ -4,7 +4,8 @@ import socket
 import pytest
 from ray._private import services
 
-from async_grpo.cluster import cluster, head
+from async_grpo.cluster import head
+from async_grpo.cluster.cluster import Cluster
 from async_grpo.util.errors import ClusterError
 
 
@@ -29,7 +30,7 @@ def no_cluster_by_chance(monkeypatch, tmp_path):
 )
 def test_an_address_where_no_cluster_is_told_at_once(address, sentence):
     with pytest.raises(ClusterError, match=sentence):
-        cluster.connect(address, namespace="n")
+        Cluster.join(address, namespace="n")
 
 
 @pytest.mark.parametrize(
@@ -43,15 +44,15 @@ def test_an_address_where_no_cluster_is_told_at_once(address, sentence):
 def test_auto_takes_the_only_cluster_of_the_machine(running, sentence, monkeypatch):
     monkeypatch.setattr(services, "find_gcs_addresses", lambda: set(running))
     with pytest.raises(ClusterError, match=sentence):
-        cluster.connect("auto", namespace="n")
+        Cluster.join("auto", namespace="n")
 
 
 def test_auto_obeys_ray_address(monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:2")
     with pytest.raises(ClusterError, match=r"answers at 127.0.0.1:2"):
-        cluster.connect("auto", namespace="n")
+        Cluster.join("auto", namespace="n")
     with pytest.raises(ClusterError, match=r"answers at 127.0.0.1:1"):
-        cluster.connect("127.0.0.1:1", namespace="n")
+        Cluster.join("127.0.0.1:1", namespace="n")
 
 
 @pytest.fixture

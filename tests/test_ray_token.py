@@ -3,7 +3,7 @@ import os
 import pytest
 from ray._raylet import AuthenticationMode, Config, get_authentication_mode
 
-from async_grpo.cluster.ray_token import check_token, refused, settle_authentication
+from async_grpo.cluster.head import check_token, refused, settle_authentication
 from async_grpo.util.errors import ClusterError
 
 VARIABLES = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")

@@ -13,16 +13,19 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from async_grpo.algorithms.base import Algorithm, GroupRules, LocalRules
 from async_grpo.algorithms.find import find_algorithm, users_algorithm
-from async_grpo.cluster import cluster
+from async_grpo.cluster import handles
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.types import Group
 from async_grpo.util import deadlines
 from async_grpo.util.errors import WorkerError
 from async_grpo.util.user_code import UserCode
+
+if TYPE_CHECKING:
+    from async_grpo.cluster.cluster import Cluster
 
 T = TypeVar("T")
 Q = TypeVar("Q")
@@ -68,20 +71,14 @@ class RemoteRules:
         return await self._answer(self._process.finish_step.remote(groups))
 
     async def _answer(self, call: Awaitable[T]) -> T:
-        return await cluster.call(call, timeout_s=deadlines.ANSWER_S, who=self._who)
+        return await handles.call(call, timeout_s=deadlines.ANSWER_S, who=self._who)
 
 
-def start_rules(config: TrainConfig) -> GroupRules:
+def start_rules(config: TrainConfig, cluster: Cluster) -> GroupRules:
     """The rules of the run's algorithm: in the controller where it is shipped, else beside it."""
     code = users_algorithm(config)
     algorithm = find_algorithm(config, code)
     if code is None:
         return LocalRules(algorithm)
-    import ray
-
-    process = ray.remote(RulesProcess).options(
-        num_cpus=0,
-        enable_task_events=False,  # Ray's log of every call grows for as long as a run lasts
-        scheduling_strategy=cluster.on_this_node(),  # which has what the code imports
-    )
+    process = cluster.actor(RulesProcess)  # on this node, which has what the code imports
     return RemoteRules(process.remote(config, code), algorithm)

@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from async_grpo.cluster import cluster
+from async_grpo.cluster import handles
 from async_grpo.types import (
     EndOfStep,
     Episode,
@@ -145,7 +145,7 @@ class SampleLog:
                 self._writer, self._next_ordinal, [content for _, content in groups]
             )
             try:
-                self._num_refused, notices = await cluster.call(
+                self._num_refused, notices = await handles.call(
                     call, timeout_s=deadlines.RECORDER_WRITE_S, who="the run's recorder"
                 )
             except ProcessLostError as error:

@@ -18,7 +18,7 @@ import logging
 import secrets
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -38,18 +38,18 @@ from async_grpo.checkpoint.tensors import Staging, Tensors, save_reference, save
 from async_grpo.training.learner import Learner
 from async_grpo.training.ranks import Absent, Ranks
 from async_grpo.training.schedule import Clocks
-from async_grpo.types import EndOfStep, WeightsSnapshot
+from async_grpo.types import EndOfStep
 from async_grpo.util import deadlines
 from async_grpo.util.errors import AsyncGrpoError, CheckpointError
 from async_grpo.util.run_folder import CHECKPOINTS_FOLDER
 from async_grpo.util.together import in_background
 from async_grpo.util.waiting import poll
-from async_grpo.weight_sync.publisher import device_tensors
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-References = Callable[[int], tuple[WeightsSnapshot, ...] | None]
+Read = Callable[[], Iterable[tuple[str, torch.Tensor]]]
+References = Callable[[int], Mapping[int, Read] | None]
 TOKEN_NAME = ".token"
 POLL_INTERVAL_S = 0.1
 REMEDY = "give an --output-dir on a disk that all machines of the trainer share"
@@ -71,7 +71,7 @@ class _Cut:
     """A run between two batches: all of it that is neither tensors nor files; rank 0's counts."""
 
     manifest: Manifest  # but for hashes
-    references: tuple[WeightsSnapshot, ...]
+    references: Mapping[int, Read]  # of the moved reference, by batches in its weights
 
     @property
     def batches(self) -> int:
@@ -91,7 +91,7 @@ class Checkpoints:
         hashes: Future[Mapping[str, str]] | None,
         references: References,
     ) -> None:
-        """`hashes` is rank 0's. `references`: what to save of a moved reference."""
+        """`hashes` is rank 0's. `references`: what reads the weights of a moved reference."""
         self._config = config = learner.config
         self._learner = learner
         self._ranks = ranks
@@ -186,14 +186,14 @@ class Checkpoints:
         return self._last is not None and self._last.batches == self._committed
 
     def _cut(self, end: EndOfStep) -> _Cut:
+        references = self._references(end.batch + 1) or {}  # None where rank 0's are absent
         options = self._config.options()
-        references = self._references(end.batch + 1) or ()  # None where rank 0's are absent
         state = {
             "clocks": dataclasses.asdict(self._learner.step.clocks),
             "report": self._report.state(),
             "exports": self._exports.state(),
             "resume": dataclasses.asdict(end.resume) if end.resume else None,
-            "references": [snapshot.version.batches for snapshot in references],
+            "references": list(references),
             "settings": {
                 name: {"was": options[name], "is": value}
                 for name, value in self._learner.settings.items()
@@ -233,9 +233,8 @@ class Checkpoints:
             own = save_tensors(tensors, temporary, group=self._group)
             files = files_of_all(own, temporary, self._ranks, group=self._group)
             if self._ranks.is_main:
-                for snapshot in cut.references:
-                    served = device_tensors(snapshot, torch.device("cpu"))
-                    save_reference(served, temporary, batches=snapshot.version.batches)
+                for batches, read in cut.references.items():
+                    save_reference(read(), temporary, batches=batches)
                 self._report.sync_files()  # the checkpoint tells their sizes
                 self._commit(cut, temporary, files)
         except Exception as error:  # the boundary of a thread: a run goes on without a checkpoint

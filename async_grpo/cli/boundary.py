@@ -12,7 +12,7 @@ from typing import NoReturn
 
 import click
 
-from async_grpo.cluster.ray_token import settle_authentication
+from async_grpo.cluster.head import settle_authentication
 from async_grpo.util.errors import AsyncGrpoError
 from async_grpo.util.imports import hide_misfits
 

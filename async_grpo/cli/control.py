@@ -56,16 +56,18 @@ def main(run: Path, action: str, what: tuple[str, ...], ray_address: str) -> Non
     options = _options(run)
     if control is not None:  # what the options refuse is refused before anybody is asked
         with_settings(_config(options), control.settings)
-    from async_grpo.cluster import cluster
     from async_grpo.run.output_folder import way_to
     from async_grpo.util import deadlines
 
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     address = ray_address or way_to(run, by_options=options["ray_address"])
-    cluster.connect(address, namespace=options["namespace"], timeout_s=deadlines.RUN_JOINED_S)
-    from async_grpo.cluster.handles import WHO  # seconds, as all that needs Ray
+    from async_grpo.cluster.cluster import Cluster  # Ray reads what `way_to` sets
+    from async_grpo.cluster.handles import CONTROLLER, WHO
 
-    controller = cluster.find_actor(cluster.CONTROLLER)
+    cluster = Cluster.join(
+        address, namespace=options["namespace"], timeout_s=deadlines.RUN_JOINED_S
+    )
+    controller = cluster.find_actor(CONTROLLER)
     if controller is None:
         raise ConfigError(
             f"{run} must be the folder of a run that trains, the Ray cluster at {address} has no "

@@ -238,9 +238,9 @@ def _outcome(
 
 def _nodes(run: LocalRun) -> tuple[Node, ...]:
     """Of the cluster that the run joins: this machine first."""
-    from async_grpo.cluster import cluster  # imports Ray
+    from async_grpo.cluster.cluster import Cluster  # imports Ray
 
-    cluster.connect(run.ray_address, namespace=run.train.places.namespace)
+    cluster = Cluster.join(run.ray_address, namespace=run.train.places.namespace)
     return tuple(
         Node(each.node_id, each.host, int(each.free.get("GPU", 0)), each.free.get("CPU", 0.0))
         for each in cluster.nodes_with_room()

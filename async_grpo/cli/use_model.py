@@ -23,7 +23,6 @@ from async_grpo.cli.boundary import command_boundary
 from async_grpo.cli.local_run import LocalRun
 from async_grpo.cli.options import CONTEXT, OptionsCommand, options_of
 from async_grpo.cli.run_processes import cluster_of, dispatcher_of
-from async_grpo.cluster import cluster
 from async_grpo.config.command_options import EvaluateConfig, GenerateConfig, ServeConfig
 from async_grpo.config.data_files import as_text
 from async_grpo.config.roles import ENVIRONMENT, GENERATION
@@ -144,13 +143,14 @@ def _run(config: EvaluateConfig, model: str, data: str, *, folder: str) -> Train
 def _evaluated(
     run: LocalRun, config: EvaluateConfig, data: str, workers: Sequence[ChildProcess]
 ) -> dict[str, object]:
+    from async_grpo.cluster.cluster import Cluster
     from async_grpo.run import evaluating  # seconds, as all that needs torch
     from async_grpo.telemetry.estimates import evaluation_row
 
-    cluster.connect(
-        run.train.places.ray_address, namespace=run.train.places.namespace
-    )  # in the main thread
-    outcome = in_background(lambda: evaluating.evaluate(run.train), name="evaluate")
+    # In the main thread.
+    places = run.train.places
+    cluster = Cluster.join(places.ray_address, namespace=places.namespace)
+    outcome = in_background(lambda: evaluating.evaluate(cluster, run.train), name="evaluate")
     while not outcome.done():
         for worker in workers:
             worker.check()

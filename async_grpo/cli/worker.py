@@ -11,14 +11,13 @@ import os
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from async_grpo.cli.boundary import command_boundary
 from async_grpo.cli.options import CONTEXT, OptionsCommand, options_of
 from async_grpo.cli.run_file import config_option
-from async_grpo.cluster import cluster
 from async_grpo.config.roles import GENERATION
 from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.launch import interrupts
@@ -27,6 +26,9 @@ from async_grpo.model.model_folder import check_files, check_tokenizer_files, st
 from async_grpo.util import deadlines
 from async_grpo.util.errors import AsyncGrpoError, ConfigError, DataError, UnfitModel
 from async_grpo.util.waiting import poll
+
+if TYPE_CHECKING:
+    from async_grpo.cluster.cluster import Cluster, Places
 
 logger = logging.getLogger(__name__)
 WATCH_INTERVAL_S = 0.5
@@ -60,17 +62,23 @@ def serve(config: WorkerConfig) -> None:
         folder = local_folder(config.model_path, revision=config.model_revision)
         config = replace(config, model_path=folder)
         _check_model(config)
-    cluster.connect(config.ray_address, namespace=config.namespace)
+    from async_grpo.cluster.cluster import Cluster  # imports Ray, which --help need not
+
+    serve_on(Cluster.join(config.ray_address, namespace=config.namespace), config)
+    interrupts.leave(0)  # Ray would look for its head for 15 s
+
+
+def serve_on(cluster: Cluster, config: WorkerConfig) -> None:
+    """Serve until it ends; raises what went wrong before, unless its end explains it."""
     places = cluster.endpoints()
     try:
-        _serve_on_cluster(config, places)
+        _serve_on_cluster(config, cluster, places)
     except (ConfigError, DataError, UnfitModel):
         raise  # that no end of a cluster explains
     except AsyncGrpoError:
-        if not _ends_soon(places):
+        if not _ends_soon(cluster, places):
             raise
     click.echo("the Ray cluster has ended, and the workers with it")
-    interrupts.leave(0)  # Ray would look for its head for 15 s
 
 
 def _check_model(config: WorkerConfig) -> None:
@@ -89,10 +97,12 @@ def _check_model(config: WorkerConfig) -> None:
         )
 
 
-def _serve_on_cluster(config: WorkerConfig, places: cluster.Places) -> None:
-    from async_grpo.launch.dispatcher import Workers  # imports Ray, which --help need not
+def _serve_on_cluster(config: WorkerConfig, cluster: Cluster, places: Places) -> None:
+    from async_grpo.launch.actors import worker_kinds
+    from async_grpo.launch.dispatcher import Workers
 
-    with Workers(config, say=click.echo) as workers:
+    kinds = worker_kinds(cluster, config)
+    with Workers(kinds, config, cluster, say=click.echo) as workers:
         try:
             while not cluster.has_ended(places):
                 workers.check()
@@ -103,7 +113,7 @@ def _serve_on_cluster(config: WorkerConfig, places: cluster.Places) -> None:
             raise
 
 
-def _ends_soon(places: cluster.Places) -> bool:
+def _ends_soon(cluster: Cluster, places: Places) -> bool:
     """Whether an error came from the cluster's end: it loses its workers before its head."""
     looks = poll(every_s=WATCH_INTERVAL_S, within_s=deadlines.HEAD_ENDED_S)
     return any(cluster.has_ended(places) for _ in looks)

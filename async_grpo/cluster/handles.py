@@ -1,4 +1,6 @@
-"""What handles of actors offer: `handle.method.remote(...)` gives a reference to wait for.
+"""What handles of actors offer, and how coroutines wait for what they answer.
+
+`handle.method.remote(...)` gives a reference to wait for; who is no coroutine asks `Cluster.wait`.
 
 Ray's own handles say nothing of the actor behind them. `tests/types/test_handles.py` holds these
 protocols to the actors' classes.
@@ -6,14 +8,28 @@ protocols to the actors' classes.
 
 from __future__ import annotations
 
+import asyncio
+import re
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
+
+from async_grpo.types import RunId
+from async_grpo.util import deadlines
+from async_grpo.util.errors import (
+    AsyncGrpoError,
+    ClusterError,
+    DeadlineError,
+    ProcessLostError,
+    WorkerError,
+)
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from async_grpo.cluster.cluster import Cluster
     from async_grpo.types import (
         Arrays,
         Control,
@@ -30,7 +46,6 @@ if TYPE_CHECKING:
         PublishReport,
         Pulse,
         RowKey,
-        RunId,
         RunStatus,
         Standing,
         StreamItems,
@@ -43,7 +58,9 @@ if TYPE_CHECKING:
     )
     from async_grpo.types.requests import EpisodesRequest
 
+CONTROLLER = "controller"  # its name in a namespace
 WHO = "the controller"
+T = TypeVar("T")
 P = ParamSpec("P")
 R_co = TypeVar("R_co", covariant=True)
 
@@ -127,50 +144,124 @@ class ControllerHandle(Protocol):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class RunClient:
-    """The controller as one run calls it: each call names the run, and returns a reference.
+class ControllerClient:
+    """The controller, and the cluster in which who asks it waits for its answers."""
 
-    Whoever calls waits with `cluster.wait` and a deadline. `RunLost` says that the run has ended
-    there, or goes on under another epoch.
+    cluster: Cluster
+    controller: ControllerHandle
+
+    def wait(self, call: Awaitable[T], *, timeout_s: float) -> T:
+        """See `Cluster.wait`."""
+        return self.cluster.wait(call, timeout_s=timeout_s, who=WHO)
+
+    def begin_run(
+        self,
+        plan: object,
+        witness: WitnessHandle,
+        recorder: RecorderHandle | None,
+        *,
+        incarnation: int,
+    ) -> RunClient:
+        """Have the controller serve the run of a `BatcherPlan`, from where that says."""
+        call = self.controller.begin_run.remote(plan, witness, recorder)
+        epoch = self.wait(call, timeout_s=deadlines.BEGIN_RUN_S)
+        return RunClient(self.cluster, self.controller, RunId(incarnation, epoch))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RunClient(ControllerClient):
+    """The controller as one run asks it: `client.ask(client.controller.status)`.
+
+    `RunLost` says that the run has ended there, or goes on under another epoch.
     """
 
-    controller: ControllerHandle
     run: RunId
 
-    def next_items(self, rank: int, index: int) -> Awaitable[StreamItems]:
-        return self.controller.next_items.remote(self.run, rank, index)
+    def ask(
+        self, method: Method[Concatenate[RunId, P], R_co], *args: P.args, **kwargs: P.kwargs
+    ) -> Awaitable[R_co]:
+        """Call what names the run first; whoever calls waits with `wait` and a deadline."""
+        return method.remote(self.run, *args, **kwargs)
 
-    def taught_again(self, rank: int, index: int, keys: Sequence[RowKey]) -> Awaitable[Minibatch]:
-        return self.controller.taught_again.remote(self.run, rank, index, keys)
 
-    def teacher_head(self, role: str) -> Awaitable[tuple[Awaitable[Arrays], ...]]:
-        return self.controller.teacher_head.remote(self.run, role)
+async def ask_controller(
+    cluster: Cluster,
+    played: EpisodesRequest,
+    role: str,
+    method: str,
+    request: object,
+    **options: object,
+) -> object:
+    """The answer of a worker of `role`; whatever the episodes ask for ends with their lease."""
+    answer = _controller_of(cluster, played.run).ask.remote(
+        played.run, role, method, request, owner=played.lease_id, **options
+    )
+    # The controller ends what stalls, and with it this call.
+    return await work(answer, timeout_s=None, who=WHO)
 
-    def hungry(self, index: int) -> Awaitable[None]:
-        return self.controller.hungry.remote(self.run, index)
 
-    def status(self) -> Awaitable[PipelineStatus]:
-        return self.controller.status.remote(self.run)
+@lru_cache(maxsize=1)
+def _controller_of(cluster: Cluster, run: RunId) -> ControllerHandle:
+    """Found once an epoch, which ends with its controller: all episodes wait while Ray looks."""
+    controller: ControllerHandle | None = cluster.find_actor(CONTROLLER)
+    if controller is None:
+        raise ProcessLostError("the controller has ended: its run goes on with another one")
+    return controller
 
-    def evaluated(self) -> Awaitable[tuple[EvaluationResult, ...]]:
-        return self.controller.evaluated.remote(self.run)
 
-    def publish(
-        self, snapshot: WeightsSnapshot, roles: tuple[str, ...], timeout_s: float
-    ) -> Awaitable[dict[str, PublishReport]]:
-        return self.controller.publish.remote(self.run, snapshot, roles, timeout_s)
+async def call(reference: Awaitable[T], *, timeout_s: float | None, who: str) -> T:
+    """As `Cluster.wait`, for coroutines; None: they have another way to know that none comes."""
+    from ray.exceptions import RayError
 
-    def published(self, version: WeightsVersion) -> Awaitable[None]:
-        return self.controller.published.remote(self.run, version)
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await reference
+    except RayError as error:  # first: the other side's timeout is a TimeoutError too
+        raise translated(error, who) from None
+    except TimeoutError:
+        raise DeadlineError(f"{who} did not answer within {timeout_s:g} s") from None
 
-    def receivers(self, role: str) -> Awaitable[tuple[tuple[WorkerInfo, WorkerHandle], ...]]:
-        return self.controller.receivers.remote(role)
 
-    def heard(self) -> Awaitable[None]:
-        return self.controller.heard.remote(self.run)
+async def work(reference: Awaitable[T], *, timeout_s: float | None, who: str) -> T:
+    """As `call`, for what costs the other side work: it stops when its answer is given up."""
+    import ray
 
-    def abort(self, reason: str) -> Awaitable[None]:
-        return self.controller.abort.remote(self.run, reason)
+    try:
+        return await call(reference, timeout_s=timeout_s, who=who)
+    except (asyncio.CancelledError, DeadlineError):
+        if isinstance(reference, ray.ObjectRef):
+            ray.cancel(reference)
+        raise
 
-    def end_run(self) -> Awaitable[None]:
-        return self.controller.end_run.remote(self.run)
+
+def translated(error: Exception, who: str) -> Exception:
+    """What a Ray error means in this package."""
+    from ray.exceptions import (
+        ActorUnavailableError,
+        OutOfMemoryError,
+        RayActorError,
+        RayTaskError,
+    )
+
+    if isinstance(error, ActorUnavailableError):
+        return ProcessLostError(
+            f"{who} cannot be reached: its process, its node or the Ray cluster has ended"
+        )
+    if isinstance(error, OutOfMemoryError):  # Ray's account of its kill; its remedies follow
+        return ProcessLostError(f"{who} died: {str(error).splitlines()[0]}")
+    if isinstance(error, RayActorError):
+        reason = _last_line(error).partition(" Some common causes")[0]  # for an essay on memory
+        return ProcessLostError(f"{who} died: {reason}")
+    if not isinstance(error, RayTaskError):
+        return ClusterError(f"{who} cannot be reached: {_last_line(error)}")
+    cause = error.cause
+    if isinstance(cause, AsyncGrpoError):
+        return cause
+    return WorkerError(f"{who} failed: {type(cause or error).__name__}: {_last_line(error)}")
+
+
+def _last_line(error: Exception) -> str:
+    """What a remote traceback ends with; an error of this package speaks for itself."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    last = lines[-1] if lines else type(error).__name__
+    return re.sub(r"^async_grpo\.errors\.\w+: ", "", last)

@@ -1,4 +1,4 @@
-"""Finds the head of a Ray cluster, and says within seconds why there is none to talk to."""
+"""Finds the head of a Ray cluster and the token for it; says within seconds why there is none."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import logging
 import os
 import secrets
 import socket
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from async_grpo.cluster.ray_token import check_token, refused, settle_authentication
 from async_grpo.util import deadlines
 from async_grpo.util.errors import ClusterError
 from async_grpo.util.files import tokens_folder
@@ -22,6 +22,8 @@ NO_CLUSTER = (
     "start one with `ray start --head --include-dashboard=false`, or name a running one with "
     "--ray-address host:port"
 )
+VARIABLE = "RAY_AUTH_TOKEN"
+AS_ON_HEAD = "put there what `ray get-auth-token` prints on the head's machine"
 
 
 @contextlib.contextmanager
@@ -172,3 +174,59 @@ def _probe(address: str) -> None:
             raise ClusterError(
                 f"what answers at {address} is no Ray cluster ({error.code().name}): {NO_CLUSTER}"
             ) from None
+
+
+def settle_authentication() -> None:
+    """Make Ray send this machine's token if there is one; by default Ray does not look for it.
+
+    A cluster that wants none takes a client with a token too.
+    """
+    if "RAY_AUTH_MODE" in os.environ or not _has_token():
+        return
+    os.environ["RAY_AUTH_MODE"] = "token"
+    if "ray" in sys.modules:  # it read the variable when it was imported
+        from ray._private.authentication.authentication_token_setup import _enable_token_auth
+
+        _enable_token_auth()
+
+
+def check_token() -> None:
+    """Raise `ClusterError` when the user wants a token to be sent, and there is none."""
+    if _mode() == "token" and not _has_token():
+        raise ClusterError(
+            f"RAY_AUTH_MODE=token needs a token, but there is none in {_place()}: {AS_ON_HEAD}, or "
+            "unset RAY_AUTH_MODE"
+        )
+
+
+def refused(address: str) -> ClusterError:
+    """The error for a cluster that has refused this process's token, or the lack of one."""
+    if _mode() == "token":
+        return ClusterError(
+            f"the Ray cluster at {address} refuses the token of {_place()}: {AS_ON_HEAD}, or start "
+            "the cluster again with this one"
+        )
+    wanted = f"the Ray cluster at {address} wants a token, and none was sent"
+    if mode := _mode():
+        return ClusterError(f"{wanted}, for RAY_AUTH_MODE is {mode!r}: unset it")
+    return ClusterError(f"{wanted}, for there is none in {_place()}: {AS_ON_HEAD}")
+
+
+def _mode() -> str:
+    return os.environ.get("RAY_AUTH_MODE", "").lower()
+
+
+def _place() -> str:
+    """Where Ray looks for the token: in a variable, or in a file."""
+    if os.environ.get(VARIABLE):
+        return VARIABLE
+    return os.environ.get("RAY_AUTH_TOKEN_PATH") or str(Path.home() / ".ray" / "auth_token")
+
+
+def _has_token() -> bool:
+    if (place := _place()) == VARIABLE:
+        return True
+    try:
+        return bool(Path(place).read_text().strip())
+    except OSError:
+        return False

@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from async_grpo.cluster import cluster
 from async_grpo.devices.inventory import VISIBLE, Inventory
 from async_grpo.util import deadlines
 from async_grpo.util.errors import ClusterError, ConfigError, DeadlineError
@@ -23,6 +22,8 @@ from async_grpo.util.waiting import poll
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
+
+    from async_grpo.cluster.cluster import Cluster
 
 logger = logging.getLogger(__name__)
 POLL_INTERVAL_S = 0.5
@@ -82,33 +83,37 @@ def own_device(inventory: Inventory, rank: RankHere, *, share: float) -> int:
 
 
 @contextmanager
-def held_device(inventory: Inventory, rank: RankHere, *, share: float) -> Iterator[int]:
+def held_device(
+    cluster: Cluster, inventory: Inventory, rank: RankHere, *, share: float
+) -> Iterator[int]:
     """Where torch counts the device that Ray gives this rank, and to no worker within the block.
 
     Without devices of Ray's on this node, or where Ray was given others than this process, the
     rank takes its own. Raises `ClusterError`, naming who holds the devices, when none is free.
     """
     own = own_device(inventory, rank, share=share)
-    if not cluster.resources_here().get("GPU") or not _overlaps(inventory):
+    if not cluster.resources_here().get("GPU") or not _overlaps(cluster, inventory):
         yield own
         return
     who = f"trainer rank {rank.rank}"
-    _await_room(who, share)
-    holder = _start(share)
+    _await_room(cluster, who, share)
+    holder = cluster.actor(DeviceHolder, num_gpus=share).remote()
     try:
-        yield _given(holder, inventory, who=who, share=share)
+        yield _given(cluster, holder, inventory, who=who, share=share)
     finally:
-        _end(holder)
+        cluster.end(holder)
 
 
-def _given(holder: ActorHandle, inventory: Inventory, *, who: str, share: float) -> int:
+def _given(
+    cluster: Cluster, holder: ActorHandle, inventory: Inventory, *, who: str, share: float
+) -> int:
     """Where torch counts the device that a holder was given."""
     try:
         name = cluster.wait(
             holder.device.remote(), timeout_s=deadlines.PLACED_S, who="a device of Ray's"
         )
     except DeadlineError:
-        raise _no_device(who, share) from None
+        raise _no_device(cluster, who, share) from None
     position = inventory.position(name)
     if position is None:
         raise ConfigError(
@@ -138,55 +143,36 @@ def rank_device(
     if not asks_ray:
         yield own_device(inventory, rank, share=share)
         return
-    cluster.connect(address, namespace=namespace)
-    with held_device(inventory, rank, share=share) as position:
+    from async_grpo.cluster.cluster import Cluster  # imports Ray
+
+    cluster = Cluster.join(address, namespace=namespace)
+    with held_device(cluster, inventory, rank, share=share) as position:
         yield position
 
 
-def _start(share: float) -> ActorHandle:
-    import ray
-
-    return (
-        ray.remote(DeviceHolder)
-        .options(
-            num_cpus=0,
-            num_gpus=share,
-            enable_task_events=False,
-            scheduling_strategy=cluster.on_this_node(),
-        )
-        .remote()
-    )
-
-
-def _end(holder: ActorHandle) -> None:
-    import ray
-
-    ray.kill(holder)
-
-
-def _overlaps(inventory: Inventory) -> bool:
+def _overlaps(cluster: Cluster, inventory: Inventory) -> bool:
     """Whether Ray may give out a device that this process sees too."""
     if VISIBLE not in os.environ:
         return True
-    holder = _start(0.0)
+    holder = cluster.actor(DeviceHolder, num_gpus=0).remote()
     names = cluster.wait(
         holder.visible.remote(), timeout_s=deadlines.ANSWER_S, who="an actor of this node"
     )
-    _end(holder)
+    cluster.end(holder)
     if names is None:
         return True
     return any(inventory.position(name.strip()) is not None for name in names.split(","))
 
 
-def _await_room(who: str, share: float) -> None:
+def _await_room(cluster: Cluster, who: str, share: float) -> None:
     """Raise `ClusterError` unless devices are free: Ray would wait for one without a word."""
     for _ in poll(every_s=POLL_INTERVAL_S, within_s=deadlines.ROOM_S):
         if cluster.free_here().get("GPU", 0.0) >= share:
             return
-    raise _no_device(who, share)
+    raise _no_device(cluster, who, share)
 
 
-def _no_device(who: str, share: float) -> ClusterError:
+def _no_device(cluster: Cluster, who: str, share: float) -> ClusterError:
     free, whole = cluster.free_here().get("GPU", 0.0), cluster.resources_here()["GPU"]
     return ClusterError(
         f"{who} needs {share:g} of a device, and Ray has {free:g} of {whole:g} free on this node, "

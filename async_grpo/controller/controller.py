@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import ray
 
 from async_grpo.batching.records import BatcherPlan
-from async_grpo.cluster import cluster
+from async_grpo.cluster.cluster import Cluster
 from async_grpo.config.roles import VERIFIER, role_of
 from async_grpo.controller.heartbeat import until_gone
 from async_grpo.controller.leases import Lease
@@ -428,7 +428,7 @@ def own_handle() -> ControllerHandle:
 
 async def trainer_of(witness: WitnessHandle) -> str:
     """The trainer that a witness belongs to, for people."""
-    return await asyncio.to_thread(cluster.driver_of, witness)
+    return await asyncio.to_thread(Cluster().driver_of, witness)
 
 
 async def _under(owner: Lease | None, work: Work[T]) -> T:

@@ -9,29 +9,27 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import ray
-
 import async_grpo
-from async_grpo.cluster import cluster
-from async_grpo.cluster.handles import WHO
+from async_grpo.cluster.handles import CONTROLLER, WHO
 from async_grpo.util import deadlines
 from async_grpo.util.errors import DeadlineError, ProcessLostError
 
 if TYPE_CHECKING:
+    from async_grpo.cluster.cluster import Cluster
     from async_grpo.cluster.handles import ControllerHandle
 
 logger = logging.getLogger(__name__)
 POLL_INTERVAL_S = 0.2
 
 
-def find_or_make_controller() -> ControllerHandle:
+def find_or_make_controller(cluster: Cluster) -> ControllerHandle:
     """The handle of a controller that has just answered, and runs this package's code.
 
     Raises `ConfigError` when one of other code is in use, saying whom to stop.
     """
     deadline = time.monotonic() + deadlines.CONTROLLER_FOUND_S
     while True:
-        controller = _named_controller()
+        controller = _named_controller(cluster)
         try:
             cluster.wait(
                 controller.hello.remote(code_hash()),
@@ -42,7 +40,7 @@ def find_or_make_controller() -> ControllerHandle:
             logger.warning(
                 "%s has not answered for %g s and is ended", WHO, deadlines.CONTROLLER_SILENCE_S
             )
-            ray.kill(controller)
+            cluster.end(controller)
         except ProcessLostError:  # it has ended: its name is free in a moment
             if time.monotonic() > deadline:
                 raise
@@ -61,21 +59,18 @@ def code_hash() -> str:
     return digest.hexdigest()
 
 
-def _named_controller() -> ControllerHandle:
+def _named_controller(cluster: Cluster) -> ControllerHandle:
     """The actor of that name, possibly one that is still starting, or has just died."""
     from async_grpo.controller.controller import Controller
 
-    return (
-        ray.remote(Controller)
-        .options(
-            name=cluster.CONTROLLER,
-            get_if_exists=True,
-            lifetime="detached",
-            num_cpus=0,
-            max_restarts=0,  # a new process would know nothing: it has another handle
-            max_concurrency=100_000,  # ranks and environment workers have calls open at any time
-            enable_task_events=False,  # the head would keep a record of every call
-            scheduling_strategy=cluster.on_head_node(),
-        )
-        .remote(code_hash())
+    actor = cluster.actor(
+        Controller,
+        name=CONTROLLER,
+        get_if_exists=True,
+        lifetime="detached",
+        max_restarts=0,  # a new process would know nothing: it has another handle
+        max_concurrency=100_000,  # ranks and environment workers have calls open at any time
+        scheduling_strategy=cluster.on_head_node(),
     )
+    controller: ControllerHandle = actor.remote(code_hash())
+    return controller

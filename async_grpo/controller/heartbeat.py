@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from async_grpo.cluster import cluster
+from async_grpo.cluster import handles
 from async_grpo.types import Pulse
 from async_grpo.util.errors import AsyncGrpoError, LossCause, ProcessLostError
 
@@ -66,7 +66,7 @@ async def until_gone(call: Callable[[], Awaitable[object]], *, who: str) -> str:
     reason = f"{who} has ended"
     for pause_s in GONE_PAUSES_S:
         try:
-            await cluster.call(call(), timeout_s=None, who=who)
+            await handles.call(call(), timeout_s=None, who=who)
         except AsyncGrpoError as error:
             reason = str(error)
         await asyncio.sleep(pause_s)
@@ -84,4 +84,4 @@ async def in_ticks(awaited: asyncio.Future[T], *, limit_s: float) -> bool:
 
 async def _ping(handle: WorkerHandle, interval_s: float, who: str) -> Pulse:
     # Its own deadline is the caller's count of ticks.
-    return await cluster.call(handle.ping.remote(interval_s), timeout_s=None, who=who)
+    return await handles.call(handle.ping.remote(interval_s), timeout_s=None, who=who)

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from async_grpo.cluster import cluster
+from async_grpo.cluster import handles
 from async_grpo.controller.balancer import Hold
 from async_grpo.controller.heartbeat import in_ticks
 from async_grpo.types import Arrays, Turn, WeightsVersion, WorkerInfo
@@ -80,7 +80,7 @@ class Lease:
 
     async def _answer(self, call: Awaitable[T], *, timeout_s: float | None = None) -> T:
         try:
-            return await self.during(cluster.work(call, timeout_s=timeout_s, who=self._who))
+            return await self.during(handles.work(call, timeout_s=timeout_s, who=self._who))
         except ProcessLostError as error:
             # One death ends all leases on the worker at this moment, this one among them.
             self._fence(self.worker_id, LossCause.DIED, str(error))

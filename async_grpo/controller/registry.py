@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import ray
 
-from async_grpo.cluster import cluster
+from async_grpo.cluster import handles
 from async_grpo.config.roles import GENERATION, Role
 from async_grpo.controller.balancer import Balancer, Hold, Holds
 from async_grpo.controller.heartbeat import Loss, until_lost
@@ -363,7 +363,7 @@ class WorkerRegistry:
         """End the requests of a worker; its heartbeat tells when it cannot."""
         call, who = member.handle.abort_all.remote(), self._who(member.info.worker_id)
         with contextlib.suppress(AsyncGrpoError):
-            await cluster.call(call, timeout_s=deadlines.WORK_ENDED_S, who=who)
+            await handles.call(call, timeout_s=deadlines.WORK_ENDED_S, who=who)
 
     def _who(self, worker_id: str) -> str:
         return f"{self._role.name} worker {worker_id}"

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING
 
-from async_grpo.cluster import cluster
+from async_grpo.cluster import handles
 from async_grpo.controller.heartbeat import Loss
 from async_grpo.controller.members import Member
 from async_grpo.types import PublishReport, WeightsAck, WeightsSnapshot, WeightsVersion
@@ -77,7 +77,7 @@ class Updates:
         while self.snapshot is not None and loaded != self.snapshot.version:
             snapshot = self.snapshot
             load = asyncio.create_task(
-                cluster.call(
+                handles.call(
                     handle.load_weights.remote(snapshot), timeout_s=deadlines.FIRST_LOAD_S, who=who
                 ),
                 name=f"first-load-{who}",
@@ -111,7 +111,7 @@ class Updates:
         """The acknowledgement, or why there is none."""
         worker_id = member.info.worker_id
         try:
-            ack = await cluster.call(
+            ack = await handles.call(
                 member.handle.load_weights.remote(snapshot),
                 timeout_s=timeout_s,
                 who=f"{self._role} worker {worker_id}",

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
-from async_grpo.cluster import cluster
+from async_grpo.cluster import handles
 from async_grpo.controller.members import Member
 from async_grpo.types import Rewards, WorkerInfo, share_out
 from async_grpo.util import deadlines
@@ -89,7 +89,7 @@ class VerifierTerms:
     async def _tell(self, name: str, handle: WorkerHandle, share: int) -> None:
         try:
             call = handle.take_share.remote(share)
-            await cluster.call(call, timeout_s=deadlines.SHARE_TAKEN_S, who=f"worker {name}")
+            await handles.call(call, timeout_s=deadlines.SHARE_TAKEN_S, who=f"worker {name}")
             self._told[name] = share
         except AsyncGrpoError as error:  # it is told again, unless it is found dead before
             logger.warning("%s", error)

@@ -20,21 +20,19 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
-from typing import Any
+from functools import partial
 
 import ray
 
-from async_grpo.cluster import cluster
 from async_grpo.config.roles import ENVIRONMENT
 from async_grpo.environments.base import Environment
 from async_grpo.environments.chat.find import find_renderer
 from async_grpo.environments.episode import Ask
 from async_grpo.environments.find import make_environment
 from async_grpo.environments.play import GroupPlay
-from async_grpo.types import EpisodesRequest, PlayedGroup, Pulse, RunId, WorkerInfo
+from async_grpo.types import EpisodesRequest, PlayedGroup, Pulse, WorkerInfo
 from async_grpo.util.deadlines import LEASE_S
-from async_grpo.util.errors import ProcessLostError, WorkerError
+from async_grpo.util.errors import WorkerError
 from async_grpo.util.user_code import UserCode
 
 # Python's own but for the last. Looking through all objects, half a million with transformers,
@@ -152,23 +150,3 @@ class EnvironmentWorker:
             f"environment {code.name} has held its worker for {held_s:.0f} s, in "
             f"{code.line_in(frames)}: await what takes long, or give it to asyncio.to_thread"
         )
-
-
-async def ask_controller(
-    played: EpisodesRequest, role: str, method: str, request: object, **options: object
-) -> object:
-    """The answer of a worker of `role`; whatever the episodes ask for ends with their lease."""
-    answer = _controller_of(played.run).ask.remote(
-        played.run, role, method, request, owner=played.lease_id, **options
-    )
-    # The controller ends what stalls, and with it this call.
-    return await cluster.work(answer, timeout_s=None, who="the controller")
-
-
-@lru_cache(maxsize=1)
-def _controller_of(run: RunId) -> Any:
-    """Found once an epoch, which ends with its controller: all episodes wait while Ray looks."""
-    controller = cluster.find_actor(cluster.CONTROLLER)
-    if controller is None:
-        raise ProcessLostError("the controller has ended: its run goes on with another one")
-    return controller

@@ -20,11 +20,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import ray
-
 from async_grpo.batching.records import BatcherPlan
-from async_grpo.cluster import cluster
-from async_grpo.cluster.handles import WHO, RunClient
+from async_grpo.cluster.cluster import Cluster
+from async_grpo.cluster.handles import CONTROLLER, WHO, ControllerClient, RunClient, call, work
 from async_grpo.config.command_options import TOKEN_VARIABLE
 from async_grpo.config.roles import GENERATION
 from async_grpo.config.train_config import TrainConfig
@@ -40,7 +38,7 @@ from async_grpo.util.errors import LeaseLost, ProcessLostError
 from async_grpo.util.waiting import ask_again
 
 if TYPE_CHECKING:
-    from async_grpo.cluster.handles import ControllerHandle, GatewayHandle
+    from async_grpo.cluster.handles import GatewayHandle
 
 logger = logging.getLogger(__name__)
 ADDRESS_FILE = "gateway.env"
@@ -133,19 +131,20 @@ class Engines:
                 client.run, GENERATION, "generate", request, cost=COST, prefer=prefer
             )
             # The controller ends what stalls, and with it this call.
-            turns: tuple[Turn, ...] = await cluster.work(answer, timeout_s=None, who=WHO)
+            turns: tuple[Turn, ...] = await work(answer, timeout_s=None, who=WHO)
             return turns[0]
         except ProcessLostError as error:
             self._client = None
             raise Refused(NO_RUN, status=503) from error
 
     async def _find_run(self) -> RunClient:
-        controller = cluster.find_actor(cluster.CONTROLLER)
+        cluster = Cluster()
+        controller = cluster.find_actor(CONTROLLER)
         if controller is not None:
             asked = controller.current_run.remote()
-            run = await cluster.call(asked, timeout_s=deadlines.STATUS_S, who=WHO)
+            run = await call(asked, timeout_s=deadlines.STATUS_S, who=WHO)
             if run is not None and run.incarnation == self._incarnation:
-                return RunClient(controller, run)
+                return RunClient(cluster, controller, run)
         raise ProcessLostError(NO_RUN)
 
 
@@ -159,32 +158,23 @@ def free_address(config: TrainConfig) -> tuple[str, int] | None:
 
 
 def start_gateway(
-    plan: BatcherPlan, controller: ControllerHandle, address: tuple[str, int]
+    plan: BatcherPlan, client: ControllerClient, address: tuple[str, int]
 ) -> GatewayHandle:
     """An actor that listens, and ends with this process; the token lies in the output folder."""
-    engines = cluster.wait(
-        controller.members.remote(GENERATION), timeout_s=deadlines.ANSWER_S, who=WHO
-    )
+    members = client.controller.members.remote(GENERATION)
+    engines = client.wait(members, timeout_s=deadlines.ANSWER_S)
     token = os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(24)
-    gateway: GatewayHandle = (
-        ray.remote(Gateway)
-        .options(
-            num_cpus=0,
-            max_concurrency=1000,
-            max_restarts=-1,  # at the same address; clients open their sessions again
-            enable_task_events=False,
-            scheduling_strategy=cluster.on_this_node(),
-        )
-        .remote(
-            plan.config,
-            plan.sampling,
-            incarnation=plan.incarnation,
-            address=address,
-            token=token,
-            max_model_len=min(info.max_model_len for info in engines),
-        )
+    # Ray starts it again at the same address; clients open their sessions again.
+    actor = client.cluster.actor(Gateway, max_concurrency=1000, max_restarts=-1)
+    gateway: GatewayHandle = actor.remote(
+        plan.config,
+        plan.sampling,
+        incarnation=plan.incarnation,
+        address=address,
+        token=token,
+        max_model_len=min(info.max_model_len for info in engines),
     )
-    url = cluster.wait(gateway.url.remote(), timeout_s=deadlines.ANSWER_S, who="the gateway")
+    url = client.cluster.wait(gateway.url.remote(), timeout_s=deadlines.ANSWER_S, who="the gateway")
     file = Path(plan.config.recording.output_dir, ADDRESS_FILE)
     file.unlink(missing_ok=True)
     file.touch(mode=0o600)

@@ -9,9 +9,6 @@ from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-import ray
-
-from async_grpo.cluster import cluster
 from async_grpo.config.roles import ENVIRONMENT, GENERATION, JUDGE, VERIFIER
 from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.devices.inventory import forwarded, usable_devices
@@ -19,6 +16,7 @@ from async_grpo.util.errors import ConfigError
 from async_grpo.util.imports import startup_variables
 
 if TYPE_CHECKING:
+    from async_grpo.cluster.cluster import Cluster
     from async_grpo.cluster.handles import WorkerHandle
 
 FAILED_SAMPLES = "failed_samples.jsonl"
@@ -34,26 +32,26 @@ class WorkerKind:
     start: Callable[[str], WorkerHandle]  # makes the actor with this worker id; it loads afterwards
 
 
-def worker_kinds(config: WorkerConfig) -> tuple[WorkerKind, ...]:
+def worker_kinds(cluster: Cluster, config: WorkerConfig) -> tuple[WorkerKind, ...]:
     """What a dispatcher starts; generation workers bring a verifier pool for their rewards."""
     if config.role == VERIFIER:
-        return (_verifier_pool(config),)
+        return (_verifier_pool(cluster, config),)
     if config.judge_url:
-        start = partial(_start_remote_judge, config)
+        start = partial(_start_remote_judge, cluster, config)
         return (WorkerKind(config.role, config.num_workers, {}, start),)
     starts = {
         GENERATION: _start_generation_worker,
         JUDGE: _start_generation_worker,
         ENVIRONMENT: _start_environment_worker,
     }.get(config.mode, _start_logprob_worker)
-    taken = {"CPU": 1.0, "GPU": _devices_taken(config)}
-    start = partial(starts, config, taken)
+    taken = {"CPU": 1.0, "GPU": _devices_taken(cluster, config)}
+    start = partial(starts, cluster, config, taken)
     workers = WorkerKind(config.role, config.num_workers, taken, start)
     brings_pool = config.role == GENERATION and config.reward_names
-    return (workers, _verifier_pool(config)) if brings_pool else (workers,)
+    return (workers, _verifier_pool(cluster, config)) if brings_pool else (workers,)
 
 
-def _devices_taken(config: WorkerConfig) -> float:
+def _devices_taken(cluster: Cluster, config: WorkerConfig) -> float:
     """By one worker, as Ray counts them; none on a node without.
 
     Raises `ConfigError` for what a machine with devices lacks, and where Ray counts none of them: a
@@ -69,7 +67,7 @@ def _devices_taken(config: WorkerConfig) -> float:
     return config.num_devices * config.gpus_per_worker
 
 
-def _verifier_pool(config: WorkerConfig) -> WorkerKind:
+def _verifier_pool(cluster: Cluster, config: WorkerConfig) -> WorkerKind:
     """Its reward files are read here, once: a pool started again grades as the one before."""
     from async_grpo.verification.config import verifier_config
 
@@ -80,46 +78,48 @@ def _verifier_pool(config: WorkerConfig) -> WorkerKind:
     def start(worker_id: str) -> WorkerHandle:
         from async_grpo.verification.pool import VerifierPool
 
-        return _actor(VerifierPool, {}, max_concurrency=10_000).remote(
+        return _actor(cluster, VerifierPool, {}, max_concurrency=10_000).remote(
             wanted,
             worker_id=worker_id,
             failed_samples=failed_samples,
             lease_s=config.worker_lease_s,
+            ray_cpus=cluster.resources_here().get("CPU", 1.0),
         )
 
     return WorkerKind(VERIFIER, 1, {}, start)
 
 
 def _start_generation_worker(
-    config: WorkerConfig, taken: Mapping[str, float], worker_id: str
+    cluster: Cluster, config: WorkerConfig, taken: Mapping[str, float], worker_id: str
 ) -> WorkerHandle:
     from async_grpo.rollout.generation_worker import GenerationWorker, worker_environment
     from async_grpo.rollout.judge import JudgeWorker
 
     kind = JudgeWorker if config.mode == JUDGE else GenerationWorker
     variables = worker_environment(on_cpu=not taken["GPU"]) | forwarded(os.environ)
-    return _actor(kind, taken, variables=variables).remote(
+    return _actor(cluster, kind, taken, variables=variables).remote(
         replace(config, model_path=os.path.abspath(config.model_path)), worker_id=worker_id
     )
 
 
-def _start_remote_judge(config: WorkerConfig, worker_id: str) -> WorkerHandle:
+def _start_remote_judge(cluster: Cluster, config: WorkerConfig, worker_id: str) -> WorkerHandle:
     """It holds the key, which no environment sees."""
     from async_grpo.rollout.remote_judge import RemoteJudge
 
     key = os.environ[config.judge_key]
-    return _actor(RemoteJudge, {}).remote(config, key=key, worker_id=worker_id)
+    return _actor(cluster, RemoteJudge, {}).remote(config, key=key, worker_id=worker_id)
 
 
 def _start_environment_worker(
-    config: WorkerConfig, taken: Mapping[str, float], worker_id: str
+    cluster: Cluster, config: WorkerConfig, taken: Mapping[str, float], worker_id: str
 ) -> WorkerHandle:
     """It learns of the environment from the run."""
-    from async_grpo.environments.environment_worker import EnvironmentWorker, ask_controller
+    from async_grpo.cluster.handles import ask_controller
+    from async_grpo.environments.environment_worker import EnvironmentWorker
     from async_grpo.verification.jailer import allow_unconfined
 
-    return _actor(EnvironmentWorker, taken).remote(
-        ask_controller,
+    return _actor(cluster, EnvironmentWorker, taken).remote(
+        partial(ask_controller, cluster),
         worker_id=worker_id,
         capacity=config.capacity,
         lease_s=config.worker_lease_s,
@@ -128,12 +128,12 @@ def _start_environment_worker(
 
 
 def _start_logprob_worker(
-    config: WorkerConfig, taken: Mapping[str, float], worker_id: str
+    cluster: Cluster, config: WorkerConfig, taken: Mapping[str, float], worker_id: str
 ) -> WorkerHandle:
     from async_grpo.rollout.logprob_worker import LogprobWorker
 
     variables = forwarded(os.environ) if taken["GPU"] else {}
-    return _actor(LogprobWorker, taken, variables=variables).remote(
+    return _actor(cluster, LogprobWorker, taken, variables=variables).remote(
         os.path.abspath(config.model_path),
         role=config.role,
         worker_id=worker_id,
@@ -147,6 +147,7 @@ def _start_logprob_worker(
 
 
 def _actor(
+    cluster: Cluster,
     actor_class: type,
     taken: Mapping[str, float],
     *,
@@ -155,11 +156,10 @@ def _actor(
 ) -> Any:
     """Of this node, with these variables beside those of `ray start`."""
     variables = {**startup_variables(os.environ), **variables}
-    return ray.remote(actor_class).options(
+    return cluster.actor(
+        actor_class,
         num_cpus=taken.get("CPU", 0.0),
         num_gpus=taken.get("GPU", 0.0),
         max_concurrency=max_concurrency,
-        enable_task_events=False,
-        scheduling_strategy=cluster.on_this_node(),
         runtime_env={"env_vars": variables} if variables else None,
     )

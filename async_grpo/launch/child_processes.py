@@ -23,9 +23,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Protocol, Self
 
-from async_grpo.cluster import cluster
 from async_grpo.launch.interrupts import NUMBERS
 from async_grpo.util import deadlines
 from async_grpo.util.errors import AsyncGrpoError, DeadlineError, WorkerError
@@ -213,25 +212,21 @@ class RemoteProcess:
     node_id: str
 
     def __enter__(self) -> Self:
-        import ray
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+        from async_grpo.cluster.cluster import Cluster  # imports Ray
 
-        place = NodeAffinitySchedulingStrategy(node_id=self.node_id, soft=False)
-        actor: Any = ray.remote(CommandHost)
-        host = actor.options(num_cpus=0, scheduling_strategy=place, max_concurrency=10)
+        self._cluster = Cluster()
         log, folder = self.process.log.absolute(), os.getcwd()
         process = replace(self.process, log=log, folder=folder, stdin=subprocess.PIPE)
-        self._host = host.remote(process)
+        actor = self._cluster.actor(CommandHost, node_id=self.node_id, max_concurrency=10)
+        self._host = actor.remote(process)
         self._last_words = self._host.last_words.remote()
         return self
 
     def __exit__(self, *_: object) -> None:
-        import ray
-
         timeout_s = deadlines.CHILD_ENDED_S + deadlines.ANSWER_S
         with contextlib.suppress(AsyncGrpoError):  # its node may be lost: then it has ended
-            cluster.wait(self._host.stop.remote(), timeout_s=timeout_s, who=self.process.name)
-        ray.kill(self._host)
+            self._cluster.wait(self._host.stop.remote(), timeout_s=timeout_s, who=self.process.name)
+        self._cluster.end(self._host)
 
     def check(self) -> None:
         """Raise `WorkerError` when the command has ended, as nobody asked it to."""
@@ -240,10 +235,10 @@ class RemoteProcess:
 
     @property
     def has_ended(self) -> bool:
-        return cluster.is_ready(self._last_words)
+        return self._cluster.is_ready(self._last_words)
 
     @property
     def last_words(self) -> str:
         """Of a command that has ended; raises `AsyncGrpoError` when its node was lost."""
         call, timeout_s = self._last_words, deadlines.ANSWER_S
-        return str(cluster.wait(call, timeout_s=timeout_s, who=self.process.name))
+        return str(self._cluster.wait(call, timeout_s=timeout_s, who=self.process.name))

@@ -12,20 +12,20 @@ import contextlib
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Self
 
-from async_grpo.cluster import cluster
 from async_grpo.config.roles import VERIFIER
 from async_grpo.config.worker_config import WorkerConfig
-from async_grpo.launch.actors import worker_kinds
+from async_grpo.launch.actors import WorkerKind
 from async_grpo.launch.supervised_worker import SupervisedWorker
 from async_grpo.util import deadlines
 from async_grpo.util.errors import AsyncGrpoError, ClusterError, ConfigError, ProcessLostError
 from async_grpo.util.waiting import poll
 
 if TYPE_CHECKING:
+    from async_grpo.cluster.cluster import Cluster
     from async_grpo.cluster.handles import ControllerHandle
     from async_grpo.types import Standing  # imports numpy
 
@@ -38,8 +38,17 @@ RAY_DIGITS = 4  # of a resource's fraction
 class Workers:
     """Within, the workers of this dispatcher live; all of them end with the `with` block."""
 
-    def __init__(self, config: WorkerConfig, *, say: Callable[[str], None] = logger.info) -> None:
+    def __init__(
+        self,
+        kinds: Sequence[WorkerKind],
+        config: WorkerConfig,
+        cluster: Cluster,
+        *,
+        say: Callable[[str], None] = logger.info,
+    ) -> None:
         """`say` gets whatever a person who watches should know."""
+        self._kinds = kinds
+        self._cluster = cluster
         self._config = config
         self._say = say
         self._run = 0  # incarnation of the run that is served; 0: none
@@ -50,26 +59,25 @@ class Workers:
 
     def __enter__(self) -> Self:
         """Start the workers; the controller is looked for by the first `check`, while they load."""
-        kinds = worker_kinds(self._config)
         needed: defaultdict[str, float] = defaultdict(float)
-        for kind in kinds:
+        for kind in self._kinds:
             for what, amount in kind.resources.items():
                 needed[what] += amount * kind.num_workers
         # Rounded as Ray counts: 3 x 0.2 of a device is more than 0.6 in binary.
         self._check_room({what: round(n, RAY_DIGITS) for what, n in needed.items() if n})
         self._workers = [
-            SupervisedWorker(kind, self._config, say=self._say)
-            for kind in kinds
+            SupervisedWorker(kind, self._config, self._cluster, say=self._say)
+            for kind in self._kinds
             for _ in range(kind.num_workers)
         ]
-        logger.info("starting %s", ", ".join(f"{k.num_workers} {k.role} worker(s)" for k in kinds))
+        named = (f"{kind.num_workers} {kind.role} worker(s)" for kind in self._kinds)
+        logger.info("starting %s", ", ".join(named))
         for worker in self._workers:
             worker.start(time.monotonic())
         return self
 
     def __exit__(self, *_: object) -> None:
         """Take the workers out of their registries and end them; a lost cluster is no error."""
-        import ray
         from ray.exceptions import RayError
 
         with contextlib.suppress(RayError):
@@ -78,11 +86,10 @@ class Workers:
                 for worker in self._workers
                 if worker.worker_id and self._controller is not None
             ]
-            if calls:
-                ray.wait(calls, num_returns=len(calls), timeout=deadlines.RELEASED_S)
+            self._cluster.wait_for_all(calls, timeout_s=deadlines.RELEASED_S)
             for worker in self._workers:
                 if worker.worker_id:
-                    ray.kill(worker.handle)
+                    self._cluster.end(worker.handle)
 
     def check(self) -> None:
         """Look after everything once; raises what no restart can mend."""
@@ -90,7 +97,7 @@ class Workers:
 
         now_s = time.monotonic()
         if self._controller is None:  # since the last check: had the cluster ended, nobody would
-            self._controller = find_or_make_controller()
+            self._controller = find_or_make_controller(self._cluster)
         standing = self._poll_standing(self._controller, now_s)
         self._tell_of_run(standing)
         if self._controller is None:
@@ -104,13 +111,13 @@ class Workers:
         """By worker id, as far as the controller has answered since the last time."""
         if self._call is None:
             self._call, self._called_at = self._ask_standing(controller), now_s
-        if not cluster.is_ready(self._call):
+        if not self._cluster.is_ready(self._call):
             if now_s - self._called_at > deadlines.CONTROLLER_SILENCE_S:
                 self._end_frozen_controller()
             return {}
         call, self._call = self._call, None
         try:
-            return cluster.wait(call, timeout_s=deadlines.ANSWER_S, who=CONTROLLER)
+            return self._cluster.wait(call, timeout_s=deadlines.ANSWER_S, who=CONTROLLER)
         except (ProcessLostError, ClusterError) as error:
             logger.warning("%s; it is looked for again", error)
             self._controller = None
@@ -123,12 +130,10 @@ class Workers:
         return controller.standing.remote(ids)
 
     def _end_frozen_controller(self) -> None:
-        import ray
-
         logger.warning(
             "%s has not answered for %g s and is ended", CONTROLLER, deadlines.CONTROLLER_SILENCE_S
         )
-        ray.kill(self._controller)
+        self._cluster.end(self._controller)
         self._call = self._controller = None
 
     def _tell_of_run(self, standing: Mapping[str, Standing]) -> None:
@@ -148,11 +153,11 @@ class Workers:
         if self._complaint is None:
             pools = (w.handle for w in self._workers if w.role == VERIFIER and w.worker_id)
             self._complaint = next((pool.complaint.remote() for pool in pools), None)
-        elif cluster.is_ready(self._complaint):
+        elif self._cluster.is_ready(self._complaint):
             call, self._complaint = self._complaint, None
             with contextlib.suppress(AsyncGrpoError):  # a lost pool is replaced elsewhere
-                text = cluster.wait(call, timeout_s=deadlines.ANSWER_S, who="the verifier pool")
-                if text:
+                who = "the verifier pool"
+                if text := self._cluster.wait(call, timeout_s=deadlines.ANSWER_S, who=who):
                     logger.warning(text)
 
     def drain(self, *, timeout_s: float) -> None:
@@ -162,7 +167,7 @@ class Workers:
             for worker in self._workers:
                 if worker.worker_id and self._controller is not None:
                     call = self._controller.drain.remote(worker.role, worker.worker_id)
-                    cluster.wait(call, timeout_s=deadlines.RELEASED_S, who=CONTROLLER)
+                    self._cluster.wait(call, timeout_s=deadlines.RELEASED_S, who=CONTROLLER)
             if self._num_leases():
                 self._say(f"finishing what runs, for at most {timeout_s:g} s; once more: at once")
             while self._num_leases() and time.monotonic() < deadline:
@@ -172,7 +177,7 @@ class Workers:
         if self._controller is None:
             return 0
         call = self._ask_standing(self._controller)
-        standing = cluster.wait(call, timeout_s=deadlines.RELEASED_S, who=CONTROLLER)
+        standing = self._cluster.wait(call, timeout_s=deadlines.RELEASED_S, who=CONTROLLER)
         return sum(worker.num_leases for worker in standing.values())
 
     def _check_room(self, needed: Mapping[str, float]) -> None:
@@ -180,9 +185,9 @@ class Workers:
 
         What others still hold may become free in a moment, what the node does not have never does.
         """
-        whole = cluster.resources_here()
+        whole = self._cluster.resources_here()
         for _ in poll(every_s=POLL_INTERVAL_S, within_s=deadlines.ROOM_S):
-            free = cluster.free_here()
+            free = self._cluster.free_here()
             missing = [what for what, amount in needed.items() if free.get(what, 0.0) < amount]
             if not missing:
                 return
@@ -193,12 +198,11 @@ class Workers:
         raise (ConfigError if too_small else ClusterError)(
             f"{self._config.num_workers} {self._config.role} worker(s) need "
             f"{needed[what]:g} {what} of Ray on this node, {free.get(what, 0.0):g} of "
-            f"{whole.get(what, 0.0):g} are free{_held(what)}: stop other workers, "
+            f"{whole.get(what, 0.0):g} are free{self._held(what)}: stop other workers, "
             f"or start Ray with a larger --num-{what.lower()}s"
         )
 
-
-def _held(what: str) -> str:
-    """Who has the devices of this node: a trainer's ranks hold theirs too."""
-    holders = cluster.holders_here(what) if what == "GPU" else ""
-    return f", held by {holders}" if holders else ""
+    def _held(self, what: str) -> str:
+        """Who has the devices of this node: a trainer's ranks hold theirs too."""
+        holders = self._cluster.holders_here(what) if what == "GPU" else ""
+        return f", held by {holders}" if holders else ""

@@ -17,7 +17,6 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from async_grpo.cluster import cluster
 from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.launch.actors import WorkerKind
 from async_grpo.types.worker_info import confinement_in_words
@@ -32,6 +31,7 @@ from async_grpo.util.errors import (
 from async_grpo.util.log_tail import last_words
 
 if TYPE_CHECKING:
+    from async_grpo.cluster.cluster import Cluster
     from async_grpo.cluster.handles import ControllerHandle, WorkerHandle
     from async_grpo.types import Standing, WorkerInfo
 
@@ -46,9 +46,15 @@ class SupervisedWorker:
     """Steps from state to state; raises when its worker cannot start, or is lost too often."""
 
     def __init__(
-        self, kind: WorkerKind, config: WorkerConfig, *, say: Callable[[str], None]
+        self,
+        kind: WorkerKind,
+        config: WorkerConfig,
+        cluster: Cluster,
+        *,
+        say: Callable[[str], None],
     ) -> None:
         """`say` gets a sentence when the worker has registered."""
+        self._cluster = cluster
         self._kind = kind
         self._config = config
         self._say = say
@@ -96,9 +102,9 @@ class SupervisedWorker:
 
     def _load(self, controller: ControllerHandle, now_s: float) -> None:
         if not self._pid:
-            self._pid = cluster.process_of(self.handle)
+            self._pid = self._cluster.process_of(self.handle)
         seconds = now_s - self._state_since
-        if cluster.is_ready(self._call):
+        if self._cluster.is_ready(self._call):
             owner = f"dispatcher process {os.getpid()} on {socket.gethostname()}"
             info = self._info = replace(self._answer(f"worker {self.worker_id}"), owner=owner)
             parts = ", ".join(f"{seconds:.1f} s {what}" for what, seconds in info.startup)
@@ -126,7 +132,7 @@ class SupervisedWorker:
         self._enter("registering", now_s)
 
     def _await_registration(self, now_s: float) -> None:
-        if cluster.is_ready(self._call):
+        if self._cluster.is_ready(self._call):
             try:
                 self._answer("the controller")
             except ProcessLostError:  # of the controller: it does not say this of the worker
@@ -152,10 +158,8 @@ class SupervisedWorker:
 
     def _replace(self, reason: str, now_s: float) -> None:
         """Have another worker started after a pause, or raise why there will be none."""
-        import ray
-
-        ray.kill(self.handle)
-        words = last_words(cluster.logs_folder(), pid=self._pid)
+        self._cluster.end(self.handle)
+        words = last_words(self._cluster.logs_folder(), pid=self._pid)
         cause = reason + words.sentence
         for line in words.lines:
             logger.warning("%s | %s", self.worker_id, line)
@@ -177,7 +181,7 @@ class SupervisedWorker:
 
     def _answer(self, who: str) -> Any:
         try:
-            return cluster.wait(self._call, timeout_s=deadlines.ANSWER_S, who=who)
+            return self._cluster.wait(self._call, timeout_s=deadlines.ANSWER_S, who=who)
         except (ProcessLostError, ClusterError, ConfigError):
             raise
         except AsyncGrpoError as error:

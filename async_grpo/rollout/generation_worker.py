@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import ray
 
-from async_grpo.cluster import cluster
 from async_grpo.config.roles import GENERATION
 from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.types import (
@@ -69,10 +68,12 @@ class GenerationWorker:
 
             from async_grpo.model.model_folder import encoding_hash
             from async_grpo.rollout.engine import Engine
+            from async_grpo.rollout.weights_update import fetch_bytes
 
         self._config = config
         self._worker_id = worker_id
         self._temperature = config.temperature or None
+        self._fetch = fetch_bytes
         imported = time.monotonic()
         self._tokenizer = AutoTokenizer.from_pretrained(config.model_path)
         self._tokenizer_hash = encoding_hash(self._tokenizer)
@@ -157,7 +158,7 @@ class GenerationWorker:
         Raises:
             WeightSyncError: refused or incomplete; the old weights serve on.
         """
-        return await self._serve(snapshot, lambda: self._engine.load(snapshot, cluster.fetch_bytes))
+        return await self._serve(snapshot, lambda: self._engine.load(snapshot, self._fetch))
 
     async def open_route(self, init_info: dict[str, object], timeout_s: float) -> None:
         """Meet the trainer over NCCL.

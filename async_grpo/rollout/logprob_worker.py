@@ -21,7 +21,6 @@ import numpy as np
 import ray
 from numpy.typing import NDArray
 
-from async_grpo.cluster import cluster
 from async_grpo.config.roles import REFERENCE, role_of
 from async_grpo.types import (
     Arrays,
@@ -103,8 +102,10 @@ class LogprobWorker:
             from async_grpo.model.model_folder import hash_model
             from async_grpo.model.scorer import Scorer
             from async_grpo.rollout.teacher_payloads import teach, to_array
+            from async_grpo.rollout.weights_update import fetch_bytes
             from async_grpo.weight_sync.buckets import unpack
 
+        self._fetch = fetch_bytes
         imported = time.monotonic()
         if on_device and not torch.cuda.is_available():
             raise ConfigError(
@@ -237,7 +238,7 @@ class LogprobWorker:
         started_at = time.monotonic()
         is_alias = self._version is not None and snapshot.equals(self._version)
         buckets = () if is_alias else snapshot.buckets
-        data = [await cluster.fetch_bytes(bucket) for bucket in buckets]
+        data = [await self._fetch(bucket) for bucket in buckets]
         async with self._model:
             if self._version is None or snapshot.version > self._version:
                 if not is_alias:

@@ -21,8 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from async_grpo.types import WeightsBucket, WeightsDelta, WeightsSnapshot, WeightsVersion
+from async_grpo.util import deadlines
 from async_grpo.util.add_ons import add_on
-from async_grpo.util.errors import WeightSyncError
+from async_grpo.util.errors import SnapshotLostError, WeightSyncError
 from async_grpo.weight_sync.buckets import ITEM_BYTES, check_bytes, laid_out_bytes, parts
 
 if TYPE_CHECKING:
@@ -240,3 +241,33 @@ def cached_tokens(states: Iterable[RequestState], *, shares_prompts: bool) -> in
             num_tokens += state.prompt_len
             seen.add(group)
     return num_tokens
+
+
+async def fetch_bytes(
+    bucket: Wanted, *, timeout_s: float = deadlines.BUCKET_FETCH_S
+) -> NDArray[np.uint8]:
+    """The [size_bytes] bytes of a bucket of weights, or of what changed in it.
+
+    Raises `SnapshotLostError` when the trainer has ended, `WeightSyncError` when they do not come.
+    """
+    from ray.exceptions import ObjectFetchTimedOutError, ObjectLostError, RayError
+
+    try:
+        return await asyncio.wait_for(_as_coroutine(bucket.data), timeout_s)
+    except TimeoutError:
+        raise WeightSyncError(
+            f"a bucket of {bucket.size_bytes} bytes of weights did not arrive within "
+            f"{timeout_s:g} s: look at the network and the load of the trainer's machine"
+        ) from None
+    except RayError as error:
+        # A trainer rank owns the bytes: they are lost with it, or let go for newer ones.
+        lost = isinstance(error, ObjectLostError) and not isinstance(
+            error, ObjectFetchTimedOutError
+        )
+        raise (SnapshotLostError if lost else WeightSyncError)(
+            f"a bucket of weights is lost, its sender has probably died: {type(error).__name__}"
+        ) from None
+
+
+async def _as_coroutine(reference: Awaitable[NDArray[np.uint8]]) -> NDArray[np.uint8]:
+    return await reference

@@ -27,12 +27,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from async_grpo.cluster import cluster
 from async_grpo.config.run_options import RecordingOptions
 from async_grpo.environments.chat.find import find_tokenizer
 from async_grpo.telemetry.sample_dump import UNLIMITED, SampleDump, steps_file
 
 if TYPE_CHECKING:
+    from async_grpo.cluster.cluster import Cluster
     from async_grpo.cluster.handles import RecorderHandle, WitnessHandle
 
 
@@ -80,13 +80,17 @@ class RunRecorder:
         return line
 
 
-def start_recorder(recording: RecordingOptions, *, model: str) -> RecorderHandle | None:
+def start_recorder(
+    recording: RecordingOptions, cluster: Cluster, *, model: str
+) -> RecorderHandle | None:
     """The handle of a new recorder, owned by this process and on its node; None: none is needed."""
     if not recording.dump_samples_filename:
         return None
     path = Path(recording.output_dir, recording.dump_samples_filename).absolute()
     max_bytes = recording.dump_max_gib * 2**30 or UNLIMITED
-    return _beside(RunRecorder).remote(str(path), max_bytes=max_bytes, model=model)
+    actor = cluster.actor(RunRecorder, max_restarts=-1)
+    recorder: RecorderHandle = actor.remote(str(path), max_bytes=max_bytes, model=model)
+    return recorder
 
 
 class Witness:
@@ -97,17 +101,7 @@ class Witness:
         await asyncio.Event().wait()
 
 
-def start_witness() -> WitnessHandle:
+def start_witness(cluster: Cluster) -> WitnessHandle:
     """The handle of a new witness, owned by this process and on its node."""
-    return _beside(Witness).remote()
-
-
-def _beside(actor: type) -> Any:  # Ray's own class of actors, untyped
-    import ray
-
-    return ray.remote(actor).options(
-        num_cpus=0,
-        max_restarts=-1,
-        enable_task_events=False,  # Ray's log of every call grows for as long as a run lasts
-        scheduling_strategy=cluster.on_this_node(),
-    )
+    witness: WitnessHandle = cluster.actor(Witness, max_restarts=-1).remote()
+    return witness

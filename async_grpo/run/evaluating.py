@@ -12,8 +12,8 @@ import logging
 import time
 
 from async_grpo.batching.ledger import Ledger
-from async_grpo.cluster import cluster
-from async_grpo.cluster.handles import WHO, RunClient
+from async_grpo.cluster.cluster import Cluster
+from async_grpo.cluster.handles import ControllerClient, RunClient
 from async_grpo.config.roles import GENERATION
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.controller.find import find_or_make_controller
@@ -25,7 +25,7 @@ from async_grpo.run.preparation import demand_of, plan_run
 from async_grpo.run.recruitment import recruit
 from async_grpo.run.reward_trial import try_rewards
 from async_grpo.training.stream import Standstill
-from async_grpo.types import EvaluationResult, ResumePoint, RunId, WeightsSnapshot, WeightsVersion
+from async_grpo.types import EvaluationResult, ResumePoint, WeightsSnapshot, WeightsVersion
 from async_grpo.types.worker_info import confinement_in_words
 from async_grpo.util import deadlines
 from async_grpo.util.errors import WorkerError
@@ -34,31 +34,28 @@ logger = logging.getLogger(__name__)
 POLL_INTERVAL_S = 0.5
 
 
-def evaluate(config: TrainConfig) -> EvaluationResult:
+def evaluate(cluster: Cluster, config: TrainConfig) -> EvaluationResult:
     """What came of the one set of `config`, a run that has trained all of its batches.
 
-    Joins the cluster of the environment, whose workers have loaded the model's folder. Raises
-    `WorkerError` where nothing could be graded.
+    The workers of the cluster have loaded the model's folder. Raises `WorkerError` where nothing
+    could be graded.
     """
     facts = check_model_folder(config.places.model_name_or_path)
     sets, none = load_sets(config, facts), QuestionTable.of(())
     end = ResumePoint(config.batching.num_training_batches, 0, Ledger().state())
     plan = plan_run(config, facts, none, none, sets=sets, num_ranks=1, resume=end)
-    cluster.connect(config.places.ray_address, namespace=config.places.namespace)
-    controller = find_or_make_controller()
+    controller = ControllerClient(cluster, find_or_make_controller(cluster))
     for worker in recruit(controller, demand_of(config, facts, plan)):
         if any(worker.confinement.values()):
             logger.warning("%s", confinement_in_words(worker.confinement))
     for each in plan.sets:
         try_rewards(controller, [each.questions[0]], config, found=each.config)
-    witness = start_witness()
-    recorder = start_recorder(config.recording, model=config.places.model_name_or_path)
-    call = controller.begin_run.remote(plan, witness, recorder)
-    epoch = cluster.wait(call, timeout_s=deadlines.BEGIN_RUN_S, who=WHO)
-    client = RunClient(controller, RunId(plan.incarnation, epoch))
+    witness = start_witness(cluster)
+    recorder = start_recorder(config.recording, cluster, model=config.places.model_name_or_path)
+    client = controller.begin_run(plan, witness, recorder, incarnation=plan.incarnation)
     _serve_own_weights(client, WeightsVersion(plan.incarnation, end.batch))
     (result,) = _evaluated(client, stall_timeout_s=config.places.stall_timeout_s)
-    cluster.wait(client.end_run(), timeout_s=deadlines.RUN_ENDED_S, who=WHO)
+    client.wait(client.ask(client.controller.end_run), timeout_s=deadlines.RUN_ENDED_S)
     if not result.num_samples:
         raise WorkerError(
             f"at least one sample must be graded, but all of {result.num_failed} failed "
@@ -70,20 +67,20 @@ def evaluate(config: TrainConfig) -> EvaluationResult:
 def _serve_own_weights(client: RunClient, version: WeightsVersion) -> None:
     """Have what the workers have read from the model's folder count as `version`."""
     timeout_s = deadlines.WEIGHTS_APPLIED_S
-    reports = cluster.wait(
-        client.publish(WeightsSnapshot(version, ()), (GENERATION,), timeout_s),
-        timeout_s=timeout_s + deadlines.PUBLISH_SLACK_S,
-        who=WHO,
-    )
+    empty = WeightsSnapshot(version, ())
+    call = client.ask(client.controller.publish, empty, (GENERATION,), timeout_s)
+    reports = client.wait(call, timeout_s=timeout_s + deadlines.PUBLISH_SLACK_S)
     if not reports[GENERATION].acks:
         raise WorkerError(f"no worker serves the model: {reports[GENERATION].failures}")
-    cluster.wait(client.published(version), timeout_s=deadlines.ANSWER_S, who=WHO)
+    told = client.ask(client.controller.published, version)
+    client.wait(told, timeout_s=deadlines.ANSWER_S)
 
 
 def _evaluated(client: RunClient, *, stall_timeout_s: float) -> tuple[EvaluationResult, ...]:
-    call, standstill = client.evaluated(), Standstill(client, timeout_s=stall_timeout_s)
-    while not cluster.is_ready(call):
-        client.heard()  # we live
+    call = client.ask(client.controller.evaluated)
+    standstill = Standstill(client, timeout_s=stall_timeout_s)
+    while not client.cluster.is_ready(call):
+        client.ask(client.controller.heard)  # we live
         standstill.check()
         time.sleep(POLL_INTERVAL_S)
-    return cluster.wait(call, timeout_s=deadlines.STATUS_S, who="the evaluation")
+    return client.cluster.wait(call, timeout_s=deadlines.STATUS_S, who="the evaluation")

@@ -21,9 +21,9 @@ from typing import Protocol
 from async_grpo.batching.supervised import supervised_stream
 from async_grpo.checkpoint.export import Exports, export_finished
 from async_grpo.checkpoint.resume import Start, find_start
-from async_grpo.checkpoint.saving import Checkpoints
+from async_grpo.checkpoint.saving import Checkpoints, Read
 from async_grpo.checkpoint.tensors import restore_learner
-from async_grpo.cluster import cluster
+from async_grpo.cluster.cluster import Cluster
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.data.order import QuestionStream
 from async_grpo.data.table import PairTable
@@ -38,7 +38,7 @@ from async_grpo.run.watch import RunRecord, first_failure_recorded
 from async_grpo.training.learner import HeldOutPairs, Learner
 from async_grpo.training.ranks import Absent, Ranks
 from async_grpo.training.recorder import writers_of
-from async_grpo.types import EndOfStep, Minibatch, StreamItem, WeightsSnapshot
+from async_grpo.types import EndOfStep, Minibatch, StreamItem
 from async_grpo.util.stopping import polled, stop_in_order, until_stopped
 
 
@@ -58,11 +58,10 @@ def train_grpo(config: TrainConfig, ranks: Ranks, *, stop: Event | None = None) 
         ranks.on_main(lambda: open_run(config, record, start=start, devices=devices)) or OtherRank()
     )
     with first_failure_recorded(record, ranks), main:
-        if not ranks.is_main:
-            cluster.connect(config.places.ray_address, namespace=config.places.namespace)
+        cluster = Cluster.join(config.places.ray_address, namespace=config.places.namespace)
         learner = Learner.build(config, ranks)
         with main.reporting(config, start) as report:
-            data = SampledData(ranks, learner, main, stop)
+            data = SampledData(ranks, learner, main, cluster, stop)
             train(data, learner, ranks, report, record, start=start, hashes=main.hashes, stop=stop)
 
 
@@ -119,7 +118,7 @@ class Data(Protocol):
     def publish(self, num_batches: int, *, evaluates: bool = False) -> float: ...
     def finish(self) -> None: ...
     def finish_evaluations(self) -> None: ...
-    def references_to_save(self, batches: int) -> tuple[WeightsSnapshot, ...]: ...
+    def references_to_save(self, batches: int) -> Mapping[int, Read]: ...
 
 
 def train(
@@ -275,9 +274,9 @@ class Demonstrations:
     def finish_evaluations(self) -> None:
         """Wait for nothing: each was over before training went on."""
 
-    def references_to_save(self, batches: int) -> tuple[WeightsSnapshot, ...]:
+    def references_to_save(self, batches: int) -> Mapping[int, Read]:
         """Save none: no reference scores a demonstration."""
-        return ()
+        return {}
 
 
 def _load(config: TrainConfig) -> tuple[PairTable, PairTable, ModelFacts]:

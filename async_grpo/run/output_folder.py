@@ -20,12 +20,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from async_grpo.cluster import cluster
 from async_grpo.telemetry.jsonl import to_json, write_json_atomic
 from async_grpo.util.errors import ClusterError, ConfigError
 from async_grpo.util.files import explained
 
 if TYPE_CHECKING:
+    from async_grpo.cluster.cluster import Cluster
     from async_grpo.training.ranks import Ranks
 
 logger = logging.getLogger(__name__)
@@ -150,7 +150,7 @@ def _holder(file: BinaryIO) -> str:
     return f" (process {told['pid']} on {told['host']}, since {told['since']})"
 
 
-def leave_connection(folder: Path) -> None:
+def leave_connection(folder: Path, cluster: Cluster) -> None:
     """Write the file, of the cluster that this process has joined."""
     variables = {name: os.environ[name] for name in VARIABLES if name in os.environ}
     if token := variables.get("RAY_AUTH_TOKEN_PATH"):

@@ -17,7 +17,8 @@ from async_grpo.algorithms.remote import start_rules
 from async_grpo.batching.packing import attention_ratio
 from async_grpo.batching.records import BatcherPlan
 from async_grpo.checkpoint.resume import Start, check_contents, hash_data
-from async_grpo.cluster import cluster
+from async_grpo.cluster.cluster import Cluster
+from async_grpo.cluster.handles import ControllerClient
 from async_grpo.config.evaluation_sets import UNNAMED
 from async_grpo.config.teaching import check_vocabulary
 from async_grpo.config.train_config import TrainConfig
@@ -38,7 +39,8 @@ from async_grpo.run.data import (
     warn_of_few,
 )
 from async_grpo.run.journals import CONTROL_FILE, pending_after
-from async_grpo.run.main_rank import MainRank
+from async_grpo.run.main_rank import MainRank, RunAtController
+from async_grpo.run.publication import Publication
 from async_grpo.run.recruitment import Demand, SetDemand, recruit, teachers_of
 from async_grpo.run.reward_trial import try_rewards
 from async_grpo.run.watch import RunRecord
@@ -53,7 +55,9 @@ from async_grpo.types import (
 from async_grpo.util.together import in_background
 from async_grpo.util.user_code import UserCode
 from async_grpo.weight_sync.buckets import laid_out_bytes, lay_out, torch_dtype
+from async_grpo.weight_sync.publisher import Publisher
 from async_grpo.weight_sync.routes import published_dtype, store_complaint, stored_here
+from async_grpo.weight_sync.transport import open_sender
 from async_grpo.weight_sync.update_checks import ExpectedWeights
 
 logger = logging.getLogger(__name__)
@@ -68,9 +72,59 @@ def open_run(
     """
     num_ranks = len(devices)
     facts, address = check_model_folder(config.places.model_name_or_path), free_address(config)
-    if (
-        config.data.renderer != AUTO
-    ):  # named for an environment that chats, in workers that come later
+    plan, longest_pair = _load(config, facts, start, num_ranks=num_ranks)
+    questions = plan.questions
+    hashes = hash_contents(config, facts, questions, pairs=plan.pairs, start=start)
+    places = config.places
+    record.cluster = cluster = Cluster.join(places.ray_address, namespace=places.namespace)
+    journal = start.source and pending_after(start.source / CONTROL_FILE, start.batches)
+    plan = replace(
+        plan,
+        rules=start_rules(config, cluster),
+        object_store_bytes=cluster.object_store_bytes(),
+        settings=start.settings(config),
+        pending=journal or (),
+    )
+    demand = replace(
+        demand_of(config, facts, plan), longest_pair=longest_pair, devices=tuple(devices)
+    )
+    controller = ControllerClient(cluster, find_or_make_controller(cluster))
+    workers = recruit(controller, demand)
+    dtype = published_dtype(workers)
+    warn_of_small_store(config, cluster, dtype=dtype, num_ranks=num_ranks)
+    teachers = teachers_of(controller, config)
+    hashes = with_teachers(hashes, teachers, start=start)
+    try_rewards(controller, first_of_each_file(config, questions), config)
+    for each in plan.sets:
+        try_rewards(controller, [each.questions[0]], config, found=each.config)
+    widths = {name: info.vocab_size for name, info in teachers.items()}
+    gateway = start_gateway(plan, controller, address) if address else None
+    main = MainRank(
+        RunAtController(plan, cluster, recruit=partial(recruit, demand=demand)),
+        Publication(
+            plan,
+            Publisher(cluster, dtype=torch_dtype(dtype)),
+            sender=open_sender(config.memory.weight_transport, cluster),
+        ),
+        record,
+        workers=workers,
+        hashes=hashes,
+        teacher_widths=widths,
+        code=hash_code(config, workers),
+        gateway=gateway,
+    )
+    record.forget()
+    logger.info("outputs end with token ids %s", plan.sampling.stop_token_ids)
+    for sentence in find_algorithm(config).in_words():
+        logger.info("%s", sentence)
+    return main
+
+
+def _load(
+    config: TrainConfig, facts: ModelFacts, start: Start, *, num_ranks: int
+) -> tuple[BatcherPlan, int]:
+    """The run by what its files hold, and the tokens of its longest given pair."""
+    if config.data.renderer != AUTO:  # of an environment that chats, in workers that come later
         find_renderer(config.places.model_name_or_path, config.data.renderer)
     questions, held_out = load_data(config, facts)
     sets, pairs = load_sets(config, facts), load_given(config, facts)
@@ -82,45 +136,11 @@ def open_run(
     warn_of_few(config, len(questions))
     check_vocabulary(config, facts.vocab_size)
     check_types(config, questions, pairs)
-    hashes = hash_contents(config, facts, questions, pairs=pairs, start=start)
     plan = plan_run(
         config, facts, questions, held_out, sets=sets, pairs=pairs, num_ranks=num_ranks,
         resume=start.point,
     )  # fmt: skip
-    cluster.connect(config.places.ray_address, namespace=config.places.namespace)
-    store = cluster.object_store_bytes()
-    journal = start.source and pending_after(start.source / CONTROL_FILE, start.batches)
-    plan = replace(
-        plan,
-        rules=start_rules(config),
-        object_store_bytes=store,
-        settings=start.settings(config),
-        pending=journal or (),
-    )
-    demand = replace(
-        demand_of(config, facts, plan), longest_pair=pairs.longest, devices=tuple(devices)
-    )
-    controller = find_or_make_controller()
-    workers = recruit(controller, demand)
-    dtype = published_dtype(workers)
-    warn_of_small_store(config, dtype=dtype, num_ranks=num_ranks)
-    teachers = teachers_of(controller, config)
-    hashes = with_teachers(hashes, teachers, start=start)
-    try_rewards(controller, first_of_each_file(config, questions), config)
-    for each in plan.sets:
-        try_rewards(controller, [each.questions[0]], config, found=each.config)
-    widths = {name: info.vocab_size for name, info in teachers.items()}
-    gateway = start_gateway(plan, controller, address) if address else None
-    main = MainRank(
-        plan, demand, record, workers=workers, hashes=hashes, teacher_widths=widths,
-        dtype=torch_dtype(dtype),
-    )  # fmt: skip
-    main.gateway, main.code = gateway, hash_code(config, workers)
-    record.forget()
-    logger.info("outputs end with token ids %s", plan.sampling.stop_token_ids)
-    for sentence in find_algorithm(config).in_words():
-        logger.info("%s", sentence)
-    return main
+    return plan, pairs.longest
 
 
 def demand_of(config: TrainConfig, facts: ModelFacts, plan: BatcherPlan) -> Demand:
@@ -143,7 +163,9 @@ def demand_of(config: TrainConfig, facts: ModelFacts, plan: BatcherPlan) -> Dema
     )
 
 
-def warn_of_small_store(config: TrainConfig, *, dtype: str, num_ranks: int) -> None:
+def warn_of_small_store(
+    config: TrainConfig, cluster: Cluster, *, dtype: str, num_ranks: int
+) -> None:
     """Say when new weights do not fit this node's object store beside those that are served."""
     shapes = ExpectedWeights.read(config.places.model_name_or_path, dtype=dtype).shapes
     model_bytes = laid_out_bytes(tuple(lay_out((n, dtype, s) for n, s in shapes.items())))

@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from async_grpo.algorithms.find import find_algorithm
-from async_grpo.cluster import cluster
-from async_grpo.cluster.handles import WHO
 from async_grpo.config.roles import (
     ENVIRONMENT,
     GENERATION,
@@ -42,7 +40,7 @@ from async_grpo.util.waiting import poll
 from async_grpo.weight_sync.routes import check_route
 
 if TYPE_CHECKING:
-    from async_grpo.cluster.handles import ControllerHandle
+    from async_grpo.cluster.handles import ControllerClient
 
 logger = logging.getLogger(__name__)
 POLL_INTERVAL_S = 0.5
@@ -76,25 +74,25 @@ class Demand:
         return self.devices[0] if self.devices else ""
 
 
-def recruit(controller: ControllerHandle, demand: Demand) -> list[WorkerInfo]:
+def recruit(client: ControllerClient, demand: Demand) -> list[WorkerInfo]:
     """Wait until every role that the run needs has a worker, and check all that are there.
 
     Returns them. Raises `DeadlineError` after `--worker-timeout-s`, and `ConfigError` for workers
     that cannot serve this run.
     """
     needed = needed_roles(demand.config)
-    return [it for role, why in needed.items() for it in _find(controller, role, demand, why)]
+    return [it for role, why in needed.items() for it in _find(client, role, demand, why)]
 
 
-def teachers_of(controller: ControllerHandle, config: TrainConfig) -> dict[str, WorkerInfo]:
+def teachers_of(client: ControllerClient, config: TrainConfig) -> dict[str, WorkerInfo]:
     """{name: a worker that serves the teacher}; all workers of a name serve the same model.
 
     Raises `ConfigError` where a teacher has fewer tokens than it is asked for.
     """
     found: dict[str, WorkerInfo] = {}
     for name in config.teacher_names:
-        call = controller.members.remote(teacher(name))
-        members = cluster.wait(call, timeout_s=deadlines.ANSWER_S, who=WHO)
+        call = client.controller.members.remote(teacher(name))
+        members = client.wait(call, timeout_s=deadlines.ANSWER_S)
         if not members:
             raise WorkerError(
                 f"the last worker of teacher {name} has ended while the run began: look at its "
@@ -159,18 +157,15 @@ def command_for(role: str, *, model: str) -> str:
     return f"`python worker_dispatcher.py {options.get(role, own_model)}`"
 
 
-def _find(
-    controller: ControllerHandle, role: str, demand: Demand, why: str
-) -> tuple[WorkerInfo, ...]:
+def _find(client: ControllerClient, role: str, demand: Demand, why: str) -> tuple[WorkerInfo, ...]:
     remedy = f"start one with {command_for(role, model=demand.config.places.model_name_or_path)}"
     hint = f"where none was started, {remedy}"
     if logs := os.environ.get(LAUNCH_LOGS):
         remedy = hint = f"launch keeps the logs of its workers in {logs}"
     timeout_s, reminded = demand.config.places.worker_timeout_s, float("-inf")
     for _ in poll(every_s=POLL_INTERVAL_S, within_s=timeout_s):
-        workers = cluster.wait(
-            controller.members.remote(role), timeout_s=deadlines.ANSWER_S, who=WHO
-        )
+        call = client.controller.members.remote(role)
+        workers = client.wait(call, timeout_s=deadlines.ANSWER_S)
         for worker in workers:
             check_worker(worker, demand)
         if workers:

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from async_grpo.cluster import cluster
 from async_grpo.config.evaluation_sets import EvaluationSet
 from async_grpo.config.roles import VERIFIER
 from async_grpo.config.train_config import TrainConfig
@@ -33,13 +32,13 @@ from async_grpo.util import deadlines
 from async_grpo.util.errors import ConfigError
 
 if TYPE_CHECKING:
-    from async_grpo.cluster.handles import ControllerHandle
+    from async_grpo.cluster.handles import ControllerClient
 
 logger = logging.getLogger(__name__)
 
 
 def try_rewards(
-    controller: ControllerHandle,
+    client: ControllerClient,
     questions: Sequence[Question],
     config: TrainConfig,
     *,
@@ -54,9 +53,8 @@ def try_rewards(
     that fails may be back in time, and a process that was lost is nobody's fault: both are only
     warned of.
     """
-    pools = cluster.wait(
-        controller.receivers.remote(VERIFIER), timeout_s=deadlines.ANSWER_S, who="the controller"
-    )
+    asked = client.controller.receivers.remote(VERIFIER)
+    pools = client.wait(asked, timeout_s=deadlines.ANSWER_S)
     questions = [
         question
         for question in questions
@@ -75,7 +73,7 @@ def try_rewards(
     ]
     warnings: set[str] = set()
     for who, question, call in calls:
-        for verdict in cluster.wait(call, timeout_s=config.places.stall_timeout_s, who=who):
+        for verdict in client.cluster.wait(call, timeout_s=config.places.stall_timeout_s, who=who):
             if verdict.status == "error":
                 warnings.add(refuse_or_describe(verdict, question, config, found))
     for sentence in sorted(warnings):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from threading import Event
 
 import numpy as np
@@ -16,7 +17,8 @@ from numpy.typing import NDArray
 
 from async_grpo.algorithms.base import Teacher
 from async_grpo.checkpoint.resume import Start
-from async_grpo.cluster import cluster
+from async_grpo.checkpoint.saving import Read
+from async_grpo.cluster.cluster import Cluster
 from async_grpo.cluster.handles import WHO, RunClient
 from async_grpo.config.roles import teacher
 from async_grpo.config.train_config import TrainConfig
@@ -27,12 +29,12 @@ from async_grpo.training.fsdp import compute_dtype, iter_device_tensors, local_s
 from async_grpo.training.learner import Learner
 from async_grpo.training.ranks import Ranks
 from async_grpo.training.stream import Express, RankStream
-from async_grpo.types import CanaryRow, EndOfStep, StreamItem, WeightsSnapshot, WeightsVersion
+from async_grpo.types import CanaryRow, EndOfStep, StreamItem, WeightsVersion
 from async_grpo.util import deadlines
 from async_grpo.util.add_ons import add_on
 from async_grpo.util.errors import DataError, RunLost
 from async_grpo.weight_sync.gather import Shards
-from async_grpo.weight_sync.publisher import Collected, Collector
+from async_grpo.weight_sync.publisher import Collected, Collector, device_tensors
 from async_grpo.weight_sync.routes import OBJECT_STORE
 
 CANARY_TEMPERATURE = 1.0  # vLLM scores prompts at no other
@@ -45,8 +47,14 @@ class SampledData(Iterator[StreamItem]):
     """
 
     def __init__(
-        self, ranks: Ranks, learner: Learner, main: MainRank | OtherRank, stop: Event
+        self,
+        ranks: Ranks,
+        learner: Learner,
+        main: MainRank | OtherRank,
+        cluster: Cluster,
+        stop: Event,
     ) -> None:
+        self._cluster = cluster
         self._config = learner.config
         self._ranks = ranks
         self._learner = learner
@@ -77,7 +85,7 @@ class SampledData(Iterator[StreamItem]):
             finally:
                 self._main.report.stood_still("seconds_waiting", stream.take_seconds_waiting())
             if isinstance(item, EndOfStep):
-                self._main.step_agreed(item)
+                self._main.run.step_agreed(item)
             return item
 
     def restore(self, start: Start) -> None:
@@ -88,8 +96,8 @@ class SampledData(Iterator[StreamItem]):
         if not self._learner.algorithm.needs_reference:
             return
         if self._config.sampling.reference_of(start.batches) == 0:
-            self._main.restore_first_reference(self._collect(0).wait())
-        self._main.restore_moved_references(start)
+            self._main.weights.restore_first_reference(self._collect(0).wait())
+        self._main.weights.restore_moved_references(start)
 
     def publish(self, num_batches: int, *, evaluates: bool = False) -> float:
         """Collect the weights after `num_batches` batches; rank 0 then announces them in a thread.
@@ -97,40 +105,49 @@ class SampledData(Iterator[StreamItem]):
         Collective. Returns the seconds that this rank stood still for it. Raises what went wrong
         with the weights before these.
         """
+        weights = self._main.weights
         self._main.report.doing("publishing weights")
         started = time.monotonic()
         self._wait_collected()
-        self._main.wait_announced()
+        self._main.weights.announcements.wait()
         # Where every step of the batch was skipped, its version is another name of the weights
         # that are out; the ranks agree on it, for they skip together.
         if self._num_updates != self._learner.step.clocks.steps:
             self._num_updates = self._learner.step.clocks.steps
-            canary = score_canary(self._learner, self._main.canary)
+            canary = score_canary(self._learner, weights.canary)
             self._collected = self._collect(num_batches)
-            self._main.collected(self._collected, canary)
+            weights.collected(self._collected, canary)
             if self._config.memory.weight_transport != OBJECT_STORE:
                 self._wait_collected()  # all ranks go on, or none
                 policy, device = self._learner.policy, self._learner.device
-                self._main.send(iter_device_tensors(policy, self._dtype, device=device))
+                tensors = iter_device_tensors(policy, self._dtype, device=device)
+                weights.send(self._main.client, tensors)
         self._main.report.published(num_batches, evaluates=evaluates)
-        self._main.announce(num_batches)  # the controller begins what is to be evaluated with them
+        # The controller begins what is to be evaluated with them.
+        weights.announce(self._main.client, num_batches)
         return time.monotonic() - started
 
     def finish(self) -> None:
         """Return when the last weights are served."""
         self._wait_collected()
-        self._main.wait_announced()
+        self._main.weights.announcements.wait()
 
     def finish_evaluations(self) -> None:
         """Return when the last evaluation has ended, or stands still; collective."""
         self._main.finish_evaluations(self._ranks, self._stop)
 
-    def references_to_save(self, batches: int) -> tuple[WeightsSnapshot, ...]:
+    def references_to_save(self, batches: int) -> Mapping[int, Read]:
         """Return what a checkpoint after `batches` holds of the reference, on rank 0."""
         if not self._learner.algorithm.needs_reference:
-            return ()
+            return {}
         self._wait_collected()
-        return self._main.references_to_save(batches) or ()
+        held = self._main.weights.references_to_save(batches) or ()
+        return {
+            snapshot.version.batches: partial(
+                device_tensors, self._cluster, snapshot, torch.device("cpu")
+            )
+            for snapshot in held
+        }
 
     def _wait_collected(self) -> None:
         """Until what was gathered last is stored; raises on all ranks what went wrong on one."""
@@ -140,9 +157,12 @@ class SampledData(Iterator[StreamItem]):
     def _collect(self, num_batches: int) -> Collected:
         """Take the policy's weights of this moment; collective."""
         if self._collector is None:
-            self._incarnation, self._dtype = self._ranks.share(lambda: self._main.published_as)
+            self._incarnation, self._dtype = self._ranks.share(
+                lambda: self._main.weights.published_as
+            )
             self._collector = Collector(
                 Shards.of(self._learner.policy),
+                self._cluster,
                 device=self._learner.device,
                 dtype=self._dtype,
                 with_deltas=self._config.memory.weight_delta,
@@ -178,8 +198,9 @@ class SampledData(Iterator[StreamItem]):
             teachers=mesh,
             width=self._learner.policy.model.config.vocab_size,
             temperature=self._config.sampling.temperature,
-            workers=lambda: cluster.wait(
-                self._main.client.receivers(role), timeout_s=deadlines.ANSWER_S, who=WHO
+            cluster=self._cluster,
+            workers=lambda: self._main.client.wait(
+                self._main.client.controller.receivers.remote(role), timeout_s=deadlines.ANSWER_S
             ),
         )
         return express
@@ -210,11 +231,11 @@ def meet_teachers(
 
 
 def _head(client: RunClient, name: str, device: torch.device, config: TrainConfig) -> Head:
-    call = client.teacher_head(teacher(name))
+    call = client.ask(client.controller.teacher_head, teacher(name))
     # The controller itself may wait so long for a teacher to be free.
     limit_s = config.places.stall_timeout_s + deadlines.ANSWER_S
-    references = cluster.wait(call, timeout_s=limit_s, who=WHO)
-    (arrays,) = cluster.fetch(references, timeout_s=deadlines.BUCKET_FETCH_S, owner=WHO)
+    references = client.wait(call, timeout_s=limit_s)
+    (arrays,) = client.cluster.fetch(references, timeout_s=deadlines.BUCKET_FETCH_S, owner=WHO)
     if arrays is None:
         raise DataError(f"the head of teacher {name} did not come: look at its worker's node")
     tensors = {key: torch.from_numpy(array.copy()) for key, array in arrays.items()}

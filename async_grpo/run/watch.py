@@ -20,8 +20,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from async_grpo.cluster import cluster
-from async_grpo.cluster.handles import WHO, RunClient
+from async_grpo.cluster.handles import CONTROLLER, ControllerClient, RunClient
 from async_grpo.telemetry.incidents import Incident, Incidents
 from async_grpo.telemetry.jsonl import write_json_atomic
 from async_grpo.training.ranks import Ranks, as_rank_loss
@@ -31,7 +30,7 @@ from async_grpo.util.errors import AsyncGrpoError, ClusterError, DeadlineError, 
 from async_grpo.util.log_tail import LastWords, last_words
 
 if TYPE_CHECKING:
-    from async_grpo.cluster.handles import ControllerHandle
+    from async_grpo.cluster.cluster import Cluster
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -45,8 +44,15 @@ CONSEQUENCES = (DeadlineError, ProcessLostError, ClusterError)  # that something
 class Watcher:
     """Pings, asks and tells once a second until it is closed."""
 
-    def __init__(self, client: Callable[[], RunClient], incidents: Incidents) -> None:
+    def __init__(
+        self,
+        client: Callable[[], RunClient],
+        incidents: Incidents,
+        *,
+        interval_s: float = INTERVAL_S,
+    ) -> None:
         """`client` gives the way to the run of this moment; `incidents` hear what goes wrong."""
+        self._interval_s = interval_s
         self.heard: Callable[[Sequence[Control]], None] = lambda controls: None
         self.show: Callable[[PipelineStatus], None] = lambda status: None
         self.show_workers: Callable[[Sequence[WorkerInfo]], None] = lambda workers: None
@@ -65,21 +71,22 @@ class Watcher:
 
     def _watch(self) -> None:
         number, asked = 0, None
-        while not self._closed.wait(INTERVAL_S):
+        while not self._closed.wait(self._interval_s):
             client = self._client()
-            client.heard()
+            client.ask(client.controller.heard)
             # An answer that does not come holds up no ping.
-            asked = asked or client.status()
-            if cluster.is_ready(asked):
-                self._take(asked)
+            asked = asked or client.ask(client.controller.status)
+            if client.cluster.is_ready(asked):
+                self._take(client, asked)
                 asked, number = None, number + 1
                 if number % STATUSES_A_MEMBERSHIP == 0:
-                    self.show_workers(see_members(client.controller, self._incidents))
-        self._take(self._client().status())
+                    self.show_workers(see_members(client, self._incidents))
+        client = self._client()
+        self._take(client, client.ask(client.controller.status))
 
-    def _take(self, asked: Awaitable[PipelineStatus]) -> None:
+    def _take(self, client: RunClient, asked: Awaitable[PipelineStatus]) -> None:
         try:
-            status = cluster.wait(asked, timeout_s=deadlines.STATUS_S, who=WHO)
+            status = client.wait(asked, timeout_s=deadlines.STATUS_S)
         except AsyncGrpoError as error:
             logger.debug("no status to show: %s", error)  # whoever needs the run says why
             return
@@ -92,17 +99,17 @@ class Watcher:
             self._said.add(warning)
 
 
-def see_members(controller: ControllerHandle, incidents: Incidents) -> list[WorkerInfo]:
+def see_members(client: ControllerClient, incidents: Incidents) -> list[WorkerInfo]:
     """Have `incidents` see who is registered, and return them all, as far as a controller tells."""
     seen: list[WorkerInfo] = []
 
-    def ask(call: Awaitable[T]) -> T:
-        return cluster.wait(call, timeout_s=deadlines.STATUS_S, who=WHO)
+    def answer(call: Awaitable[T]) -> T:
+        return client.wait(call, timeout_s=deadlines.STATUS_S)
 
     try:
-        for role in ask(controller.roles.remote()):
-            members = ask(controller.members.remote(role))
-            fenced = ask(controller.fenced.remote(role))
+        for role in answer(client.controller.roles.remote()):
+            members = answer(client.controller.members.remote(role))
+            fenced = answer(client.controller.fenced.remote(role))
             incidents.see_members(role, members, fenced, now_s=time.time())
             seen += members
     except AsyncGrpoError as error:
@@ -116,6 +123,7 @@ class RunRecord:
     def __init__(self, output_dir: str | Path, *, rank: int) -> None:
         self.path = Path(output_dir) / FIRST_FAILURE_FILE
         self.incidents = Incidents()
+        self.cluster: Cluster | None = None  # which rank 0 has joined
         self._rank = rank
         self._num_batches = 0
         self._trained_at_s = time.time()
@@ -150,12 +158,29 @@ class RunRecord:
                 "seconds_since_batch": time.time() - self._trained_at_s,
                 "seconds_since_answer": None if moved_at_s is None else time.time() - moved_at_s,
             },
-            "first_error": _account(first) if first else None,
-            "incidents": [_account(each) for each in self.incidents.latest],
+            "first_error": self._account(first) if first else None,
+            "incidents": [self._account(each) for each in self.incidents.latest],
             "pipeline": dataclasses.asdict(status) if status else None,
             "workers": dict(status.workers) if status else {},
         }
         return _write_once(self.path, record)
+
+    def _account(self, incident: Incident) -> dict[str, object]:
+        """An incident for people, with the end of the culprit's log where it lies on this node."""
+        worker, cluster = incident.worker, self.cluster
+        log = LastWords()
+        if worker and cluster and cluster.is_here(worker.node_id):
+            log = last_words(cluster.logs_folder(), pid=worker.pid, num_lines=NUM_LOG_LINES)
+        return {
+            "time": datetime.fromtimestamp(incident.at_s, UTC).isoformat(timespec="seconds"),
+            "role": incident.role,
+            "reason": incident.reason,
+            "worker": worker.worker_id if worker else None,
+            "node": worker.node_id if worker else None,
+            "pid": worker.pid if worker else None,
+            "log": log.path or None,
+            "log_tail": list(log.lines),
+        }
 
 
 @contextmanager
@@ -182,8 +207,8 @@ def first_failure_recorded(record: RunRecord, ranks: Ranks) -> Iterator[None]:
 def _first_cause(error: BaseException, record: RunRecord, ranks: Ranks) -> Incident | None:
     if not isinstance(error, CONSEQUENCES) or not ranks.is_main:
         return None
-    if controller := cluster.find_actor(cluster.CONTROLLER):
-        see_members(controller, record.incidents)
+    if record.cluster and (controller := record.cluster.find_actor(CONTROLLER)):
+        see_members(ControllerClient(record.cluster, controller), record.incidents)
     return record.incidents.first_cause()
 
 
@@ -192,24 +217,6 @@ def _sentence(error: BaseException, first: Incident | None) -> str:
     if not isinstance(error, AsyncGrpoError):
         return f"{type(error).__name__}: {said}"
     return said if first is None or first.reason in said else f"{first.reason}; then {said}"
-
-
-def _account(incident: Incident) -> dict[str, object]:
-    """An incident for people, with the end of the culprit's log where that lies on this node."""
-    worker = incident.worker
-    log = LastWords()
-    if worker and cluster.is_here(worker.node_id):
-        log = last_words(cluster.logs_folder(), pid=worker.pid, num_lines=NUM_LOG_LINES)
-    return {
-        "time": datetime.fromtimestamp(incident.at_s, UTC).isoformat(timespec="seconds"),
-        "role": incident.role,
-        "reason": incident.reason,
-        "worker": worker.worker_id if worker else None,
-        "node": worker.node_id if worker else None,
-        "pid": worker.pid if worker else None,
-        "log": log.path or None,
-        "log_tail": list(log.lines),
-    }
 
 
 def _write_once(path: Path, record: dict[str, object]) -> bool:

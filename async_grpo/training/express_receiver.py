@@ -23,7 +23,6 @@ from torch import Tensor
 
 from async_grpo.algorithms.express import ExpressGroup, Meeting, keep_in, open_meeting
 from async_grpo.algorithms.express_plan import Reading, Send, plan_round
-from async_grpo.cluster import cluster
 from async_grpo.config.roles import TEACHER
 from async_grpo.training.ranks import Ranks
 from async_grpo.types import Minibatch, Sample
@@ -31,6 +30,7 @@ from async_grpo.util import deadlines
 from async_grpo.util.errors import AsyncGrpoError, ClusterError, ExpressLost, ProcessLostError
 
 if TYPE_CHECKING:
+    from async_grpo.cluster.cluster import Cluster
     from async_grpo.cluster.handles import WorkerHandle
     from async_grpo.types import WorkerInfo
 
@@ -48,6 +48,7 @@ class ExpressReceiver:
         teachers: tuple[int, int],
         width: int,
         temperature: float,
+        cluster: Cluster,
         workers: Callable[[], Sequence[tuple[WorkerInfo, WorkerHandle]]],
     ) -> None:
         """`teachers`: sizes of their data and tensor axes. `width`: of the policy's vocabulary.
@@ -59,6 +60,7 @@ class ExpressReceiver:
         self._teachers = teachers
         self._width = width  # columns that both models have, once a group is formed
         self._temperature = temperature
+        self._cluster = cluster
         self._workers = workers
         self._may_form = True
         self._group: ExpressGroup | None = None
@@ -168,7 +170,7 @@ class ExpressReceiver:
         """Of the last call of each teacher; only rank 0 has called them."""
         for number, call in enumerate(self._calls):
             try:
-                cluster.wait(call, timeout_s=timeout_s, who=f"teacher {number} of express")
+                self._cluster.wait(call, timeout_s=timeout_s, who=f"teacher {number} of express")
             except AsyncGrpoError as error:
                 yield error
 

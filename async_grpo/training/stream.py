@@ -20,10 +20,8 @@ from threading import Event
 from typing import Protocol
 
 import numpy as np
-import ray
 from numpy.typing import NDArray
 
-from async_grpo.cluster import cluster
 from async_grpo.cluster.handles import WHO, RunClient
 from async_grpo.config.roles import TEACHER
 from async_grpo.types import (
@@ -92,7 +90,7 @@ class RankStream(Iterator[StreamItem]):
         self._agree = agree
         self._stop = stop or Event()
         self._index = 0
-        self._next = client.next_items(rank, 0)
+        self._next = self._asked_next()
         self._items: deque[StreamItem] = deque()  # of the latest answer, which all ranks have
         self._seconds_waiting = 0.0
         self._loss = "the controller is lost"  # another rank may have seen it first
@@ -111,11 +109,14 @@ class RankStream(Iterator[StreamItem]):
             self._stop.set()  # whichever rank was asked, all of them end
             raise StopIteration
         self._index += 1
-        self._next = self.client.next_items(self._rank, self._index)
+        self._next = self._asked_next()
         items = self._by_express(items)
         self._seconds_waiting += time.monotonic() - started
         self._items.extend(items)
         return self._items.popleft()
+
+    def _asked_next(self) -> Awaitable[StreamItems]:
+        return self.client.ask(self.client.controller.next_items, self._rank, self._index)
 
     def take_seconds_waiting(self) -> float:
         """Seconds that this rank has waited since the last call."""
@@ -125,9 +126,9 @@ class RankStream(Iterator[StreamItem]):
     def _take_next(self) -> tuple[StreamItems | None, int]:
         """The next answer, or none when this rank was asked to stop or has lost the controller."""
         reference = self._next
-        if self._rank == 0 and not ray.wait([reference], timeout=0)[0]:
+        if self._rank == 0 and not self.client.cluster.is_ready(reference):
             # Only now are the ranks idle, which go in step: a round may go out that is not full.
-            self.client.hungry(self._index)
+            self.client.ask(self.client.controller.hungry, self._index)
         try:
             items = self._wait_while_it_moves(reference)
             if items is not None:
@@ -181,8 +182,8 @@ class RankStream(Iterator[StreamItem]):
         """The answer; None when this rank is asked to stop before it comes."""
         standstill = Standstill(self.client, timeout_s=self._stall_timeout_s)
         while not self._stop.is_set():
-            if ray.wait([reference], timeout=POLL_INTERVAL_S)[0]:
-                return cluster.wait(reference, timeout_s=deadlines.STATUS_S, who="the controller")
+            if self.client.cluster.is_ready(reference, within_s=POLL_INTERVAL_S):
+                return self.client.wait(reference, timeout_s=deadlines.STATUS_S)
             standstill.check()
         return None
 
@@ -210,7 +211,7 @@ def fetch_payloads(
     for _ in range(MAX_LOSSES):
         tickets = [sample.tickets[0] for sample in item.samples]
         references = [ticket.reference[0] for ticket in tickets]
-        found = cluster.fetch(references, timeout_s=deadlines.PAYLOADS_FETCHED_S, owner=WHO)
+        found = client.cluster.fetch(references, timeout_s=deadlines.PAYLOADS_FETCHED_S, owner=WHO)
         lost = [s.key for s, arrays in zip(item.samples, found, strict=True) if arrays is None]
         if not lost:
             whole = [arrays for arrays in found if arrays is not None]
@@ -268,8 +269,8 @@ def _made_again(
     client: RunClient, rank: int, index: int, lost: Sequence[RowKey], timeout_s: float
 ) -> Minibatch:
     logger.warning("the payloads of %d samples are lost, and asked for again", len(lost))
-    call = client.taught_again(rank, index, lost)
-    return cluster.wait(call, timeout_s=timeout_s, who=WHO)
+    call = client.ask(client.controller.taught_again, rank, index, lost)
+    return client.wait(call, timeout_s=timeout_s)
 
 
 class Standstill:
@@ -288,7 +289,8 @@ class Standstill:
         """Raise `DeadlineError` when no answer and no token has come between two looks."""
         if time.monotonic() < self._look_at:
             return
-        now = cluster.wait(self._client.status(), timeout_s=deadlines.STATUS_S, who=WHO)
+        call = self._client.ask(self._client.controller.status)
+        now = self._client.wait(call, timeout_s=deadlines.STATUS_S)
         if self._before is not None and now.moves == self._before.moves:
             raise DeadlineError(
                 f"nothing has moved for --stall-timeout-s {self._timeout_s:g}: {_describe(now)}"

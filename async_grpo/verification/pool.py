@@ -18,7 +18,6 @@ from pathlib import Path
 
 import ray
 
-from async_grpo.cluster import cluster
 from async_grpo.config.roles import VERIFIER
 from async_grpo.types import (
     GradingRequest,
@@ -57,11 +56,16 @@ class VerifierPool:
         worker_id: str,
         failed_samples: str = "",
         lease_s: float = 30.0,
+        ray_cpus: float = float("inf"),
     ) -> None:
-        """`failed_samples`: a file for samples that could not be graded; empty: none is wanted."""
+        """`failed_samples`: a file for samples that could not be graded; empty: none is wanted.
+
+        `ray_cpus`: of this node, as Ray counts them, which may be fewer than there are.
+        """
         self._config = config
         self._worker_id = worker_id
         self._lease_s = lease_s
+        self._ray_cpus = ray_cpus
         # Until the controller has told this pool its share.
         self._sandbox = Sandbox(config, num_processes=1)
         self._verifying: dict[int, int] = {}  # samples, by lease
@@ -76,9 +80,8 @@ class VerifierPool:
         Raises `ConfigError` for an unusable adapter, or one that must be confined and cannot be.
         """
         await self._sandbox.start()
-        here = int(cluster.resources_here().get("CPU", 1))
         # Ray may be told of more cores than the machine has.
-        num_cores = max(1, min(here, os.cpu_count() or 1))
+        num_cores = max(1, int(min(self._ray_cpus, os.cpu_count() or 1)))
         return WorkerInfo(
             worker_id=self._worker_id,
             role=VERIFIER,

@@ -44,7 +44,7 @@ class NcclLink:
 
     def __init__(self, members: Members, *, sender: Sender, packed: bool = True) -> None:
         """`packed`: parameters travel many at a time, in two buffers of a GiB."""
-        self._client = WorkersClient(members)
+        self._client = WorkersClient(members, sender.cluster)
         self._sender = sender
         self._info = NCCLTrainerInitInfo(
             master_address=sender.address,

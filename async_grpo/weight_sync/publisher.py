@@ -19,7 +19,6 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from async_grpo.cluster import cluster
 from async_grpo.types import (
     PublishReport,
     Stored,
@@ -45,6 +44,7 @@ from async_grpo.weight_sync.buckets import (
 from async_grpo.weight_sync.gather import Gather, GatherPlan, Received, Shards, is_finite
 
 if TYPE_CHECKING:
+    from async_grpo.cluster.cluster import Cluster, Exported
     from async_grpo.cluster.handles import RunClient
 
 LEAST_GAIN = 2  # what changed is sent alone where all of it is so many times as much
@@ -67,6 +67,7 @@ class Collector:
     def __init__(
         self,
         shards: Shards,
+        cluster: Cluster,
         *,
         device: torch.device,
         dtype: torch.dtype,
@@ -74,6 +75,7 @@ class Collector:
         with_deltas: bool = False,
     ) -> None:
         """Collective. `with_deltas`: keep this rank's bytes, to send what changes next as well."""
+        self._cluster = cluster
         described = ((name, dtype_name(dtype), shape) for name, shape in shards.shapes)
         self._plan = GatherPlan(tuple(lay_out(described)), shards.num_ranks, bucket_bytes)
         self._gather = Gather(self._plan, shards, device=device)
@@ -130,10 +132,10 @@ class Collector:
         finally:
             self._gather.free(received)
 
-    def _put(self, data: NDArray[np.uint8], count: int) -> cluster.Exported:
-        reference = cluster.put_bytes(data)
+    def _put(self, data: NDArray[np.uint8], count: int) -> Exported:
+        reference = self._cluster.put_bytes(data)
         self._own.setdefault(count, []).append(reference)
-        return cluster.export_reference(reference)
+        return self._cluster.export_reference(reference)
 
     def _changed(self, bucket: int, data: NDArray[np.uint8]) -> NDArray[np.uint8] | None:
         """What has changed in a bucket since the last collection, where that is less to send."""
@@ -184,7 +186,7 @@ class Collector:
         self, shares: list[_Share], count: int, version: WeightsVersion
     ) -> WeightsSnapshot:
         every = sorted(stored for share in shares for stored in share.stored)
-        imported = cluster.import_reference
+        imported = self._cluster.import_reference
         buckets = tuple(
             WeightsBucket(
                 self._plan.pieces(bucket),
@@ -234,19 +236,24 @@ class _Stored(NamedTuple):
     """A bucket in the object store, as its rank tells the others of it."""
 
     bucket: int
-    reference: cluster.Exported
+    reference: Exported
     size_bytes: int
     checksum: int
-    delta: tuple[cluster.Exported, int] | None  # its reference and size
+    delta: tuple[Exported, int] | None  # its reference and size
 
 
 class Publisher:
     """Lives in trainer rank 0, and keeps what it has announced until newer weights are served."""
 
     def __init__(
-        self, *, dtype: torch.dtype = torch.float32, bucket_bytes: int = BUCKET_BYTES
+        self,
+        cluster: Cluster,
+        *,
+        dtype: torch.dtype = torch.float32,
+        bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        self._dtype = dtype
+        self.dtype = dtype
+        self._cluster = cluster
         self._bucket_bytes = bucket_bytes
         self._served: dict[str, WeightsSnapshot] = {}  # kept alive for workers that join later
 
@@ -256,20 +263,17 @@ class Publisher:
         Raises:
             WeightSyncError: a parameter is not finite; nothing is published.
         """
-        checked = _checked(named_tensors, dtype=self._dtype, version=version)
+        checked = _checked(named_tensors, dtype=self.dtype, version=version)
         return pack(
-            checked, put=cluster.put_bytes, version=version, bucket_bytes=self._bucket_bytes
+            checked, put=self._cluster.put_bytes, version=version, bucket_bytes=self._bucket_bytes
         )
 
     def announce(
         self, client: RunClient, snapshot: WeightsSnapshot, *, roles: Roles, timeout_s: float
     ) -> dict[str, PublishReport]:
         """Have the controller give it to the workers of `roles`; what came of it, by role."""
-        reports = cluster.wait(
-            client.publish(snapshot, roles, timeout_s),
-            timeout_s=timeout_s + deadlines.PUBLISH_SLACK_S,
-            who="the controller",
-        )
+        call = client.ask(client.controller.publish, snapshot, roles, timeout_s)
+        reports = client.wait(call, timeout_s=timeout_s + deadlines.PUBLISH_SLACK_S)
         self._served |= dict.fromkeys(roles, snapshot)
         return reports
 
@@ -292,7 +296,9 @@ def not_finite(name: str, version: WeightsVersion) -> str:
     )
 
 
-def device_tensors(snapshot: WeightsSnapshot, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+def device_tensors(
+    cluster: Cluster, snapshot: WeightsSnapshot, device: torch.device
+) -> Iterator[tuple[str, Tensor]]:
     """The parameters of a published snapshot, verified, moved to a device one at a time.
 
     Raises `WeightSyncError` when bytes are not those that were gathered.

@@ -20,7 +20,6 @@ import ray
 import torch
 from torch import Tensor
 
-from async_grpo.cluster import cluster
 from async_grpo.config.roles import GENERATION
 from async_grpo.devices.current import device_id
 from async_grpo.types import WeightsSnapshot, WorkerInfo
@@ -32,6 +31,7 @@ from async_grpo.weight_sync.buckets import NamedTensors
 from async_grpo.weight_sync.routes import OBJECT_STORE, check_route
 
 if TYPE_CHECKING:
+    from async_grpo.cluster.cluster import Cluster
     from async_grpo.cluster.handles import RunClient, WorkerHandle
 
 logger = logging.getLogger(__name__)
@@ -40,13 +40,13 @@ Members = Mapping[WorkerInfo, "WorkerHandle"]
 LOOK_INTERVAL_S = 0.02
 
 
-def open_sender(name: str) -> DeviceSender | None:
+def open_sender(name: str, cluster: Cluster) -> DeviceSender | None:
     """What `--weight-transport` adds to the object store, in trainer rank 0."""
     if name == OBJECT_STORE:
         return None
     open_link = add_on(f"transport.{name}")  # it imports vLLM, which costs the trainer seconds
     device = torch.device("cuda", torch.cuda.current_device())
-    sender = Sender(device, device_id(), ray.util.get_node_ip_address())
+    sender = Sender(device, device_id(), ray.util.get_node_ip_address(), cluster)
 
     def check(worker: WorkerInfo) -> None:
         check_route(name, worker, sender=sender.device_id)
@@ -65,6 +65,7 @@ class Sender:
     device: torch.device
     device_id: str  # the same in every process, unlike the index
     address: str  # of its machine
+    cluster: Cluster
 
 
 class Link(Protocol):
@@ -140,9 +141,8 @@ class DeviceSender:
 
     def _ready(self, client: RunClient, snapshot: WeightsSnapshot, *, deadline: float) -> Members:
         """Who can be reached and would take the snapshot: nothing stands still for others."""
-        receivers = cluster.wait(
-            client.receivers(GENERATION), timeout_s=deadlines.ANSWER_S, who="the controller"
-        )
+        call = client.controller.receivers.remote(GENERATION)
+        receivers = client.wait(call, timeout_s=deadlines.ANSWER_S)
         asked: dict[WorkerInfo, tuple[WorkerHandle, Awaitable[None]]] = {}
         for worker, handle in receivers:
             if self._leads_to(worker):
@@ -152,7 +152,7 @@ class DeviceSender:
         for worker, (handle, answer) in asked.items():
             who = f"{worker.role} worker {worker.worker_id}"
             try:
-                cluster.wait(answer, timeout_s=max(until - time.monotonic(), 0.0), who=who)
+                client.cluster.wait(answer, timeout_s=max(until - time.monotonic(), 0.0), who=who)
             except AsyncGrpoError as error:
                 logger.warning("%s gets no weights over its device: %s", who, error)
             else:
@@ -234,8 +234,9 @@ class _Shared:
 class WorkersClient:
     """vLLM's own protocol of a weight update (`VLLMWeightSyncClient`), with workers by Ray."""
 
-    def __init__(self, members: Members) -> None:
+    def __init__(self, members: Members, cluster: Cluster) -> None:
         self._members = members
+        self._cluster = cluster
 
     def prepare(self, snapshot: WeightsSnapshot, *, deadline: float, on_failure: OnFailure) -> None:
         """What the next update brings, and until when every call of it must have been answered."""
@@ -269,20 +270,20 @@ class WorkersClient:
 
     def _wait(self, calls: Mapping[WorkerInfo, Awaitable[None]]) -> None:
         try:
-            wait_for_all(calls, deadline=self._deadline)
+            self._wait_for_all(calls)
         except AsyncGrpoError as error:
             self._on_failure(error)
             raise
 
-
-def wait_for_all(calls: Mapping[WorkerInfo, Awaitable[None]], *, deadline: float) -> None:
-    """Until all workers have answered; raises the first failure at once, whoever still runs."""
-    waiting = dict(calls)
-    for _ in poll(every_s=LOOK_INTERVAL_S, within_s=deadline - time.monotonic()):
-        for worker in [worker for worker, call in waiting.items() if cluster.is_ready(call)]:
-            who = f"{worker.role} worker {worker.worker_id}"
-            cluster.wait(waiting.pop(worker), timeout_s=deadlines.ANSWER_S, who=who)
-        if not waiting:
-            return
-    names = ", ".join(worker.worker_id for worker in waiting)
-    raise DeadlineError(f"no answer in time from worker {names}")
+    def _wait_for_all(self, calls: Mapping[WorkerInfo, Awaitable[None]]) -> None:
+        """Raise the first failure at once, whoever still runs."""
+        waiting = dict(calls)
+        for _ in poll(every_s=LOOK_INTERVAL_S, within_s=self._deadline - time.monotonic()):
+            ready = [w for w, call in waiting.items() if self._cluster.is_ready(call)]
+            for worker in ready:
+                who = f"{worker.role} worker {worker.worker_id}"
+                self._cluster.wait(waiting.pop(worker), timeout_s=deadlines.ANSWER_S, who=who)
+            if not waiting:
+                return
+        names = ", ".join(worker.worker_id for worker in waiting)
+        raise DeadlineError(f"no answer in time from worker {names}")

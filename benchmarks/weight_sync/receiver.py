@@ -4,8 +4,7 @@ An actor's class must stand in a module that Ray can import: ranks that are spaw
 as `__mp_main__`, which no other process has.
 """
 
-from async_grpo.cluster import cluster
-from async_grpo.rollout.weights_update import SharedFile
+from async_grpo.rollout.weights_update import SharedFile, fetch_bytes
 from async_grpo.types import WeightsSnapshot
 from async_grpo.weight_sync.buckets import check_bytes, laid_out_bytes, parts
 
@@ -16,7 +15,7 @@ class Receiver:
     async def stage(self, snapshot: WeightsSnapshot) -> None:
         with SharedFile(laid_out_bytes(snapshot.tensors)) as file:
             for bucket in snapshot.buckets:
-                data = await cluster.fetch_bytes(bucket)
+                data = await fetch_bytes(bucket)
                 check_bytes(data, size_bytes=bucket.size_bytes, checksum=bucket.checksum)
                 for piece, part in parts(bucket, data):
                     file.write(part, piece.offset_bytes)

@@ -9,17 +9,21 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import ray
 import torch
 
+from async_grpo.cluster.cluster import Cluster
+from async_grpo.cluster.handles import RunClient
 from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.rollout.generation_worker import worker_environment
 from async_grpo.training.fsdp import local_shards
 from async_grpo.types import (
     CanaryRow,
+    RunId,
     WeightsAck,
     WeightsSnapshot,
     WeightsVersion,
@@ -79,9 +83,9 @@ class _Trainer:
         self._policy = policy
         self._worker = worker
         self._watch = watch
-        self._publisher = Publisher()
+        self._publisher = Publisher(Cluster())
         self._collector = Collector(
-            Shards.of(policy.policy), device=torch.device("cpu"), dtype=torch.float32
+            Shards.of(policy.policy), Cluster(), device=torch.device("cpu"), dtype=torch.float32
         )
         # Written once, so that no page of them is new.
         self._from, self._to = (np.ones(policy.size_bytes, dtype=np.uint8) for _ in range(2))
@@ -106,7 +110,7 @@ class _Trainer:
         snapshot: Any = collected.wait()
         snapshot = dataclasses.replace(snapshot, canary=canary)
         collected_at = time.monotonic()
-        client: Any = _Direct(self._worker)
+        client = RunClient(Cluster(), _direct(self._worker), RunId(0, 0))
         load: Any = self._publisher.announce(
             client, snapshot, roles=("generation",), timeout_s=TIMEOUT_S
         )
@@ -125,14 +129,13 @@ class _Trainer:
         )
 
 
-class _Direct:
-    """The worker in the place of a run's client: no controller is measured."""
+def _direct(worker: Any) -> Any:
+    """The worker in the place of a controller, of which none is measured."""
 
-    def __init__(self, worker: Any) -> None:
-        self._worker = worker
+    def publish(run: RunId, snapshot: WeightsSnapshot, roles: object, timeout_s: float) -> Any:
+        return worker.publish.remote(snapshot, timeout_s)
 
-    def publish(self, snapshot: WeightsSnapshot, roles: tuple[str, ...], timeout_s: float) -> Any:
-        return self._worker.publish.remote(snapshot, timeout_s)
+    return SimpleNamespace(publish=SimpleNamespace(remote=publish))
 
 
 def _largest(canary: tuple[CanaryRow, ...], ack: WeightsAck) -> float | None:

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from async_grpo.cluster import cluster
 from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.rollout.generation_worker import GenerationWorker
+from async_grpo.rollout.weights_update import fetch_bytes
 from async_grpo.types import GenerationRequest, SamplingContract, WeightsAck, WeightsSnapshot
 
 PROMPT = np.arange(3, 35, dtype=np.int32)
@@ -79,7 +79,7 @@ class TimedWorker(GenerationWorker):
         await self._move_on()
         self._phases.clear()
         began_at = time.monotonic()
-        fetch = self._timed(cluster.fetch_bytes, "fetch")
+        fetch = self._timed(fetch_bytes, "fetch")
         ack = await self._serve(snapshot, lambda: self._engine.load(snapshot, fetch))
         ended_at = time.monotonic()
         await asyncio.wait_for(self._move_on(), timeout_s)

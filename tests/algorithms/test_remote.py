@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from fake_cluster import FakeCluster
 from scripted import Handle, make_sample, run
 from scripted_run import make_config
 from trained import HERE
@@ -76,7 +77,7 @@ def test_a_process_runs_the_text_that_rank_0_has_read(tmp_path):
 
 
 def test_shipped_algorithms_need_no_process():
-    assert isinstance(start_rules(make_config()), LocalRules)
+    assert isinstance(start_rules(make_config(), FakeCluster()), LocalRules)
 
 
 @pytest.mark.integration
@@ -84,6 +85,9 @@ def test_a_real_process_finishes_groups_and_ends_with_its_owner(tmp_path):
     from local_ray import local_ray  # imports Ray
 
     with local_ray(num_cpus=1):
-        rules = start_rules(make_config(algorithm=f"{HERE}/global_norm.py:GlobalNorm"))
+        from async_grpo.cluster.cluster import Cluster
+
+        config = make_config(algorithm=f"{HERE}/global_norm.py:GlobalNorm")
+        rules = start_rules(config, Cluster())
         (finished,) = asyncio.run(rules.finish_step([group()]))
         assert [sample.advantage > 0 for sample in finished.samples] == [False, True]

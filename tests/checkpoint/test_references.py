@@ -1,9 +1,9 @@
 import numpy as np
 import pytest
 import torch
+from fake_cluster import FakeCluster
 
 from async_grpo.checkpoint import tensors
-from async_grpo.cluster import cluster
 from async_grpo.types import WeightsVersion
 from async_grpo.weight_sync.buckets import pack
 from async_grpo.weight_sync.publisher import device_tensors
@@ -16,10 +16,9 @@ def test_a_moved_reference_comes_back_whole_however_it_is_cut(
     max_bytes, num_files, monkeypatch, tmp_path
 ):
     monkeypatch.setattr(tensors, "REFERENCE_BYTES", max_bytes)
-    monkeypatch.setattr(cluster, "wait", lambda data, **_: data)
     version = WeightsVersion(0, 12)
     snapshot = pack(TENSORS.items(), put=np.copy, version=version, bucket_bytes=32)
-    served = device_tensors(snapshot, torch.device("cpu"))
+    served = device_tensors(FakeCluster(), snapshot, torch.device("cpu"))
     tensors.save_reference(served, tmp_path, batches=snapshot.version.batches)
     assert len(list(tmp_path.iterdir())) == num_files
     found = dict(tensors.read_reference(tmp_path, 12))

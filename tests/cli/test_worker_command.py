@@ -5,6 +5,7 @@ import sys
 
 import pytest
 from click.testing import CliRunner
+from fake_cluster import FakeCluster
 
 from async_grpo.cli import worker
 from async_grpo.config.roles import role_of
@@ -145,16 +146,19 @@ def test_a_model_without_its_tokenizer_is_refused_before_anything_loads(mode, tm
     ("error", "waits"), [(ConfigError("no"), False), (WorkerError("no"), True)]
 )
 def test_only_an_error_that_the_cluster_s_end_may_explain_waits_for_it(error, waits, monkeypatch):
-    looked = []
+    class Failing(FakeCluster):
+        looked = 0
 
-    def fail(*_):
-        raise error
+        def resources_here(self):
+            raise error
 
-    monkeypatch.setattr(worker, "_serve_on_cluster", fail)
-    monkeypatch.setattr(worker.cluster, "connect", lambda *_, **__: None)
-    monkeypatch.setattr(worker.cluster, "endpoints", tuple)
-    monkeypatch.setattr(worker.cluster, "has_ended", lambda places: looked.append(places))
+        def has_ended(self, places):
+            self.looked += 1
+
+    cluster = Failing()
     monkeypatch.setattr(worker.deadlines, "HEAD_ENDED_S", 0.0)
     with pytest.raises(type(error)):
-        worker.serve(WorkerConfig(mode="verifier", model_path="", reward_fns="countdown"))
-    assert bool(looked) == waits
+        worker.serve_on(
+            cluster, WorkerConfig(mode="verifier", model_path="", reward_fns="countdown")
+        )
+    assert bool(cluster.looked) == waits

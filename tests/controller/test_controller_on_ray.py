@@ -18,10 +18,11 @@ from scripted_run import QUESTIONS, make_config
 from async_grpo.algorithms.base import LocalRules
 from async_grpo.algorithms.find import find_algorithm
 from async_grpo.batching.records import BatcherPlan
-from async_grpo.cluster import cluster
+from async_grpo.cluster.cluster import Cluster
 from async_grpo.config.roles import GENERATION, teacher
 from async_grpo.controller import find
 from async_grpo.controller.find import find_or_make_controller
+from async_grpo.rollout.weights_update import fetch_bytes
 from async_grpo.run.companions import start_recorder, start_witness
 from async_grpo.types import (
     Pulse,
@@ -49,7 +50,7 @@ def ray_here():
 
 @pytest.fixture
 def controller():
-    handle = find_or_make_controller()
+    handle = find_or_make_controller(Cluster())
     yield handle
     ray.kill(handle)
 
@@ -71,7 +72,7 @@ def plan():
 
 
 def get(reference):
-    return cluster.wait(reference, timeout_s=60, who="the actor")
+    return Cluster().wait(reference, timeout_s=60, who="the actor")
 
 
 def wait_until(condition):
@@ -88,7 +89,7 @@ def worker_class():
 
         async def load_weights(self, snapshot):
             for bucket in snapshot.buckets:
-                await cluster.fetch_bytes(bucket)
+                await fetch_bytes(bucket)
             self._calls.append(str(snapshot.version))
             return WeightsAck("", snapshot.version, 0.0, 0.0)
 
@@ -161,12 +162,12 @@ def kill(trainer, snapshot):
 
 
 def test_a_controller_that_was_killed_is_made_anew_by_whoever_asks_first(controller):
-    assert find_or_make_controller() == controller
-    os.kill(cluster.process_of(controller), signal.SIGKILL)
+    assert find_or_make_controller(Cluster()) == controller
+    os.kill(Cluster().process_of(controller), signal.SIGKILL)
     wait_until(lambda: is_dead(controller))
     with pytest.raises(ProcessLostError):
         get(controller.roles.remote())
-    others = [find_or_make_controller() for _ in range(2)]
+    others = [find_or_make_controller(Cluster()) for _ in range(2)]
     assert others[0] == others[1] != controller
     ray.kill(others[0])
 
@@ -181,7 +182,7 @@ def is_dead(handle):
 
 def test_a_controller_of_other_source_that_nobody_uses_is_replaced(controller, monkeypatch):
     monkeypatch.setattr(find, "code_hash", lambda: "another")
-    other = find_or_make_controller()
+    other = find_or_make_controller(Cluster())
     assert other != controller
     ray.kill(other)
 
@@ -234,12 +235,13 @@ def test_another_process_asks_for_work_of_any_role(controller, plan):
 
 def test_a_recorder_that_is_killed_is_started_again_and_ends_no_run(controller, plan, tmp_path):
     config = make_config(output_dir=str(tmp_path), dump_samples_filename="samples.jsonl")
-    witness, recorder = start_witness(), start_recorder(config.recording, model="m")
+    witness = start_witness(Cluster())
+    recorder = start_recorder(config.recording, Cluster(), model="m")
     get(recorder.write.remote("first", 0, [group(0)]))
     call = controller.begin_run.remote(plan, witness, recorder)
     run = RunId(plan.incarnation, get(call))
     for actor in (recorder, witness):
-        os.kill(cluster.process_of(actor), signal.SIGKILL)
+        os.kill(Cluster().process_of(actor), signal.SIGKILL)
     wait_until(lambda: writes(recorder))
     get(recorder.write.remote("first", sys.maxsize, [group(1)]))
     ordinals = [json.loads(line)["ordinal"] for line in (tmp_path / "samples.jsonl").open()]

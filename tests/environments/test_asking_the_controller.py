@@ -4,11 +4,11 @@ import asyncio
 from dataclasses import replace
 
 import pytest
+from fake_cluster import FakeCluster
 from players import make_request
 from scripted import Handle
 
-from async_grpo.cluster import cluster
-from async_grpo.environments import environment_worker
+from async_grpo.cluster import handles
 from async_grpo.types import RunId
 from async_grpo.util.errors import ProcessLostError
 
@@ -18,15 +18,15 @@ class Controller:
         return run, role, method, request, owner, cost
 
 
-def test_a_controller_is_looked_for_once_an_epoch_and_again_where_there_was_none(monkeypatch):
+def test_a_controller_is_looked_for_once_an_epoch_and_again_where_there_was_none():
     found, looked = [None, Handle(Controller()), Handle(Controller())], []
-    monkeypatch.setattr(cluster, "find_actor", lambda name: looked.append(name) or found.pop(0))
-    environment_worker._controller_of.cache_clear()
+    cluster = FakeCluster()
+    cluster.find_actor = lambda name: looked.append(name) or found.pop(0)
     played = make_request(run=RunId(7, 1), lease_id=3)
 
     def asked(request):
         return asyncio.run(
-            environment_worker.ask_controller(request, "generation", "generate", "x", cost=1.0)
+            handles.ask_controller(cluster, request, "generation", "generate", "x", cost=1.0)
         )
 
     with pytest.raises(ProcessLostError, match="the controller has ended"):
@@ -35,5 +35,4 @@ def test_a_controller_is_looked_for_once_an_epoch_and_again_where_there_was_none
     assert asked(played) == asked(played) == expected
     later = asked(replace(played, run=RunId(7, 2)))
     assert later == (RunId(7, 2), *expected[1:])
-    assert looked == [cluster.CONTROLLER] * 3
-    environment_worker._controller_of.cache_clear()
+    assert looked == [handles.CONTROLLER] * 3

@@ -15,7 +15,7 @@ from async_grpo.algorithms.base import LocalRules
 from async_grpo.algorithms.find import find_algorithm
 from async_grpo.batching.ledger import FATES
 from async_grpo.batching.records import BatcherPlan
-from async_grpo.cluster import cluster
+from async_grpo.cluster.cluster import Cluster
 from async_grpo.config.roles import ENVIRONMENT, GENERATION
 from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.controller.find import find_or_make_controller
@@ -51,7 +51,7 @@ def ray_here():
 
 
 def get(reference):
-    return cluster.wait(reference, timeout_s=60, who="the actor")
+    return Cluster().wait(reference, timeout_s=60, who="the actor")
 
 
 def engine_class():
@@ -97,7 +97,7 @@ def make(actor_class, *arguments):
 
 def start_environment_worker(controller):
     config = WorkerConfig(mode=ENVIRONMENT)
-    (kind,) = worker_kinds(config)
+    (kind,) = worker_kinds(Cluster(), config)
     worker = kind.start("e0")
     get(controller.register.remote(get(worker.info.remote()), worker))
     return worker
@@ -139,7 +139,7 @@ def engines():
 
 @pytest.fixture
 def controller(engines):
-    controller = find_or_make_controller()
+    controller = find_or_make_controller(Cluster())
     for name, engine in engines.items():
         info = WorkerInfo(name, GENERATION, "node", 1, "model", 64, 64.0, 0.0, 512)
         get(controller.register.remote(info, engine))

@@ -25,7 +25,8 @@ from async_grpo.algorithms.base import LocalRules
 from async_grpo.algorithms.find import find_algorithm
 from async_grpo.batching.ledger import Ledger
 from async_grpo.batching.records import BatcherPlan
-from async_grpo.cluster import cluster
+from async_grpo.cluster.cluster import Cluster
+from async_grpo.cluster.handles import CONTROLLER
 from async_grpo.config.roles import ENVIRONMENT, GENERATION, judge
 from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.controller.find import find_or_make_controller
@@ -75,7 +76,7 @@ SLOTS = {  # who plays, by name
 
 
 def get(reference):
-    return cluster.wait(reference, timeout_s=TIMEOUT_S, who="the actor")
+    return Cluster().wait(reference, timeout_s=TIMEOUT_S, who="the actor")
 
 
 class Played:
@@ -123,7 +124,7 @@ class Keeper:
     def __init__(self):
         self._generations = Counter()
         self._known = {}  # name -> the controller that has it
-        self._environments = worker_kinds(WorkerConfig(mode=ENVIRONMENT))[0]
+        self._environments = worker_kinds(Cluster(), WorkerConfig(mode=ENVIRONMENT))[0]
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._keep)
         self.workers = {}
@@ -139,19 +140,19 @@ class Keeper:
     def pids(self, name):
         """Of the processes of a kind that live, where one of it is registered."""
         return [
-            cluster.process_of(self.workers[slot])
+            Cluster().process_of(self.workers[slot])
             for slot in SLOTS
             if slot.startswith(name) and slot in self._known and self._is_alive(slot)
         ]
 
     def _is_alive(self, slot):
-        pid = cluster.process_of(self.workers[slot])
+        pid = Cluster().process_of(self.workers[slot])
         return not pid or procfs.is_running(pid)
 
     def _keep(self):
         while not self._ended.wait(KEEP_INTERVAL_S):
             try:
-                controller = find_or_make_controller()
+                controller = find_or_make_controller(Cluster())
                 for slot, role in SLOTS.items():
                     self._keep_one(slot, role, controller)
             except AsyncGrpoError:  # somebody has died meanwhile: looked at again
@@ -213,7 +214,7 @@ class Trainer:
 
     def _begin(self):
         self._taken = []
-        controller = find_or_make_controller()
+        controller = find_or_make_controller(Cluster())
         plan = replace(self._plan, resume=self.cut)
         run = RunId(7, get(controller.begin_run.remote(plan, self._witness, None)))
         self._publish(controller, run, self.cut.batch if self.cut else 0)
@@ -291,8 +292,8 @@ class Killer:
         return [pid for pid in children if file in procfs.command_line(pid)]
 
     def _controllers(self):
-        controller = cluster.find_actor(cluster.CONTROLLER)
-        pid = cluster.process_of(controller) if controller else 0
+        controller = Cluster().find_actor(CONTROLLER)
+        pid = Cluster().process_of(controller) if controller else 0
         return [pid] if pid and procfs.is_running(pid) else []
 
 

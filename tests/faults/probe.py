@@ -79,37 +79,37 @@ class Probe:
 
 
 def _status() -> dict[str, Any]:
-    from async_grpo.cluster import cluster
+    from async_grpo.cluster.cluster import Cluster
 
-    controller = cluster.find_actor(cluster.CONTROLLER)
+    controller = Cluster().find_actor("controller")
     if controller is None:
         return {}
-    run = cluster.wait(controller.current_run.remote(), timeout_s=ASK_TIMEOUT_S, who=CONTROLLER)
+    run = Cluster().wait(controller.current_run.remote(), timeout_s=ASK_TIMEOUT_S, who=CONTROLLER)
     if run is None:
         return {}
-    status = cluster.wait(controller.status.remote(run), timeout_s=ASK_TIMEOUT_S, who=CONTROLLER)
+    status = Cluster().wait(controller.status.remote(run), timeout_s=ASK_TIMEOUT_S, who=CONTROLLER)
     return dataclasses.asdict(status) | {"workers": dict(status.workers)}
 
 
 def _fenced() -> dict[str, str]:
-    from async_grpo.cluster import cluster
+    from async_grpo.cluster.cluster import Cluster
 
-    controller = cluster.find_actor(cluster.CONTROLLER)
+    controller = Cluster().find_actor("controller")
     if controller is None:
         return {}
     calls = [controller.fenced.remote(role) for role in (GENERATION, REFERENCE, VERIFIER)]
     found: dict[str, str] = {}
     for call in calls:
-        found |= cluster.wait(call, timeout_s=ASK_TIMEOUT_S, who=CONTROLLER)
+        found |= Cluster().wait(call, timeout_s=ASK_TIMEOUT_S, who=CONTROLLER)
     return found
 
 
 def main(address: str, namespace: str) -> None:
     """Answer each line of the input with a line of JSON; {} when nobody can be asked."""
-    from async_grpo.cluster import cluster
+    from async_grpo.cluster.cluster import Cluster
     from async_grpo.util.errors import AsyncGrpoError
 
-    cluster.connect(address, namespace=namespace)
+    Cluster.join(address, namespace=namespace)
     answers = {"status": _status, "fenced": _fenced}
     print(json.dumps("connected"), flush=True)
     for line in sys.stdin:

@@ -13,7 +13,8 @@ import time
 import pytest
 from local_ray import local_ray
 
-from async_grpo.cluster import cluster
+from async_grpo.cluster.cluster import Cluster
+from async_grpo.cluster.handles import CONTROLLER
 from faults.episode_run import Keeper, Killer, Trainer, books, ray
 
 NUM_KILLS = int(os.environ.get("EPISODE_KILLS", "60"))
@@ -45,7 +46,7 @@ def test_kills_amid_episodes_lose_nothing_and_double_nothing():
             killing.start()
             trainer.train(ended)
             killing.join()
-        ray.kill(cluster.find_actor(cluster.CONTROLLER))
+        ray.kill(Cluster().find_actor(CONTROLLER))
     lost, doubled = books(trainer)
     print(
         f"{dict(killer.killed)}: {trainer.num_steps} steps, {trainer.keys.total()} samples, "

@@ -14,7 +14,7 @@ from families import tokenizer_of
 from gateways import client_of, said
 from local_ray import local_ray
 
-from async_grpo.cluster import cluster
+from async_grpo.cluster.cluster import Cluster
 from async_grpo.config.roles import GENERATION
 from async_grpo.gateway.run_gateway import MAX_TURNS_AT_A_TIME
 from async_grpo.types import Pulse, Turn, VersionSpan, WeightsAck
@@ -214,7 +214,7 @@ def test_a_client_that_goes_ends_what_it_has_asked_for(engines, client):
 
 
 def test_a_gateway_that_dies_comes_back_at_its_address(run, client):
-    os.kill(cluster.process_of(run.gateway), signal.SIGKILL)
+    os.kill(Cluster().process_of(run.gateway), signal.SIGKILL)
 
     def is_back():
         try:
@@ -227,7 +227,7 @@ def test_a_gateway_that_dies_comes_back_at_its_address(run, client):
 
 def test_a_controller_that_is_lost_is_one_sentence_until_the_run_goes_on(run, client):
     chat(client)
-    os.kill(cluster.process_of(run.controller), signal.SIGKILL)
+    os.kill(Cluster().process_of(run.controller), signal.SIGKILL)
     with pytest.raises(openai.InternalServerError, match="or goes on at another one: ask again"):
         chat(client)
     run.begin_again()
@@ -240,7 +240,7 @@ def test_a_turn_whose_engine_dies_is_sampled_again_elsewhere(engines, client):
         answer = threads.submit(chat, client)
         wait_until(lambda: num_asking(engines) == 1)
         asked = next(name for name, e in engines.items() if get(e.num_asking.remote()))
-        os.kill(cluster.process_of(engines.pop(asked)), signal.SIGKILL)
+        os.kill(Cluster().process_of(engines.pop(asked)), signal.SIGKILL)
         tell(engines, "release")
         assert answer.result().choices[0].message.content == "4"
     assert num_asking(engines) == 0

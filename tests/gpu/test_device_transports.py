@@ -19,7 +19,7 @@ from local_ray import local_ray
 from registry_actor import RegistryClient
 from tiny_models import load_model, make_model
 
-from async_grpo.cluster import cluster
+from async_grpo.cluster.cluster import Cluster
 from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.rollout.generation_worker import GenerationWorker, worker_environment
 from async_grpo.types import GenerationRequest, SamplingContract, WeightsVersion
@@ -38,7 +38,7 @@ PROMPT = np.arange(40, dtype=np.int32) % 75 + 3
 
 
 def get(reference):
-    return cluster.wait(reference, timeout_s=900, who="the actor")
+    return Cluster().wait(reference, timeout_s=900, who="the actor")
 
 
 class Stack:
@@ -50,7 +50,7 @@ class Stack:
         self.early = self.start("early")
         self.info = get(self.early.info.remote())
         torch.cuda.set_device(self.trainer_device())
-        self.publisher = Publisher(dtype=torch.bfloat16, bucket_bytes=40_000)
+        self.publisher = Publisher(Cluster(), dtype=torch.bfloat16, bucket_bytes=40_000)
         self.sender = open_sender("nccl")
 
     def trainer_device(self):

@@ -11,7 +11,8 @@ from commands import dispatcher, trainer, wait_until
 from tiny_models import load_model
 from torch.nn.utils.rnn import pad_sequence
 
-from async_grpo.cluster import cluster
+from async_grpo.cluster.cluster import Cluster
+from async_grpo.cluster.handles import CONTROLLER
 from async_grpo.telemetry.schema import METRICS
 from async_grpo.types import WeightsVersion
 
@@ -116,7 +117,7 @@ def wait_until_registered(command, num_workers):
 
 
 def controller_call(method, *args):
-    call = getattr(cluster.find_actor(cluster.CONTROLLER), method).remote(*args)
+    call = getattr(Cluster().find_actor(CONTROLLER), method).remote(*args)
     return ray.get(call, timeout=TIMEOUT_S)
 
 

@@ -25,13 +25,15 @@ from async_grpo.algorithms.base import REFERENCE
 from async_grpo.algorithms.grpo import group_advantages
 from async_grpo.batching.packing import Item, estimate_cost, pack_rounds
 from async_grpo.checkpoint.export import Exports
-from async_grpo.cluster import cluster
+from async_grpo.cluster.cluster import Cluster
+from async_grpo.cluster.handles import CONTROLLER
 from async_grpo.model.model_folder import check_model_folder
 from async_grpo.run import sampled_data as sampling
 from async_grpo.run.data import load_data
 from async_grpo.run.loop import train_grpo, train_steps
-from async_grpo.run.main_rank import Announcements, MainRank
+from async_grpo.run.main_rank import MainRank
 from async_grpo.run.preparation import plan_run
+from async_grpo.run.publication import Announcements
 from async_grpo.run.report import Report
 from async_grpo.run.sampled_data import SampledData
 from async_grpo.training.learner import Learner
@@ -200,7 +202,7 @@ class Killer:
 
 def _serving_pid():
     """Of the controller that serves the run; None while there is none, after the kill before."""
-    controller = cluster.find_actor(cluster.CONTROLLER)
+    controller = Cluster().find_actor(CONTROLLER)
     if controller is None:
         return None
     call = controller.__ray_call__.remote(lambda c: os.getpid() if c._run else None)
@@ -230,7 +232,7 @@ def withholding(number):
 def train_asynchronously(story, ranks):
     """The trainer as its command starts it."""
     if ranks.is_main:
-        cluster.connect(story.config.places.ray_address, namespace=story.config.places.namespace)
+        Cluster.join(story.config.places.ray_address, namespace=story.config.places.namespace)
         tell(story)
         ray.shutdown()
     torch.distributed.barrier()

@@ -16,9 +16,11 @@ import numpy as np
 import ray
 import ray.cloudpickle
 
-from async_grpo.cluster import cluster
+from async_grpo.cluster.cluster import Cluster
+from async_grpo.cluster.handles import CONTROLLER
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.controller.find import find_or_make_controller
+from async_grpo.rollout.weights_update import fetch_bytes
 from async_grpo.types import Pulse, Turn, Verdict, WeightsAck, WeightsVersion, WorkerInfo
 from async_grpo.util.errors import AsyncGrpoError, WorkerError
 from async_grpo.weight_sync.buckets import unpack
@@ -92,7 +94,7 @@ class ScriptedWorker:
         return None
 
     async def load_weights(self, snapshot):
-        data = [await cluster.fetch_bytes(bucket) for bucket in snapshot.buckets]
+        data = [await fetch_bytes(bucket) for bucket in snapshot.buckets]
         weights = dict(unpack(snapshot, data))
         digest = hashlib.sha256(
             b"".join(weights[name].numpy().tobytes() for name in sorted(weights))
@@ -168,7 +170,7 @@ class ScriptedWorker:
 def scripted_services(address, *, namespace, vocab_size, names=WORKERS[:1]):
     """Workers of every role, which register again with every new controller."""
     _send_code()
-    cluster.connect(address, namespace=namespace)
+    Cluster.join(address, namespace=namespace)
     workers = [
         ray.remote(ScriptedWorker)
         .options(name=name, num_cpus=0, max_concurrency=1000)
@@ -186,7 +188,7 @@ def scripted_services(address, *, namespace, vocab_size, names=WORKERS[:1]):
     finally:
         ended.set()
         registrar.join()
-        if controller := cluster.find_actor(cluster.CONTROLLER):
+        if controller := Cluster().find_actor(CONTROLLER):
             ray.kill(controller)
         ray.shutdown()
 
@@ -196,12 +198,12 @@ def _keep_registered(infos, handles, ended):
     known = None
     while not ended.wait(POLL_INTERVAL_S):
         try:
-            controller = find_or_make_controller()
+            controller = find_or_make_controller(Cluster())
             if controller == known:
                 continue
             for info in infos:
                 call = controller.register.remote(info, handles[info.worker_id])
-                cluster.wait(call, timeout_s=TIMEOUT_S, who="the controller")
+                Cluster().wait(call, timeout_s=TIMEOUT_S, who="the controller")
             known = controller
         except AsyncGrpoError:  # it is lost, and made again
             known = None
@@ -215,5 +217,5 @@ def _send_code():
 def tell(story):
     """The services play this story from now on; the caller is a driver in their namespace."""
     _send_code()
-    workers = filter(None, map(cluster.find_actor, WORKERS))
+    workers = filter(None, map(Cluster().find_actor, WORKERS))
     ray.get([worker.tell.remote(story) for worker in workers], timeout=TIMEOUT_S)

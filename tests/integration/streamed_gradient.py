@@ -18,7 +18,7 @@ import torch
 from async_grpo.algorithms.base import LocalRules
 from async_grpo.algorithms.find import find_algorithm
 from async_grpo.batching.records import BatcherPlan
-from async_grpo.cluster import cluster
+from async_grpo.cluster.cluster import Cluster
 from async_grpo.cluster.handles import RunClient
 from async_grpo.config.roles import GENERATION, REFERENCE, VERIFIER
 from async_grpo.config.train_config import TrainConfig
@@ -132,10 +132,12 @@ def begin_run(controller, story, num_ranks, witness):
         incarnation=VERSION.incarnation,
     )
     epoch = ray.get(controller.begin_run.remote(plan, witness, None), timeout=TIMEOUT_S)
-    client = RunClient(controller, RunId(plan.incarnation, epoch))
-    calls = client.publish(WeightsSnapshot(VERSION, ()), (GENERATION, REFERENCE), TIMEOUT_S)
+    client = RunClient(Cluster(), controller, RunId(plan.incarnation, epoch))
+    calls = client.ask(
+        controller.publish, WeightsSnapshot(VERSION, ()), (GENERATION, REFERENCE), TIMEOUT_S
+    )
     ray.get(calls, timeout=TIMEOUT_S)
-    ray.get(client.published(VERSION), timeout=TIMEOUT_S)
+    ray.get(client.ask(controller.published, VERSION), timeout=TIMEOUT_S)
     return client
 
 
@@ -163,13 +165,13 @@ def gradient(learner, end):
 
 def main(address, story_path, result_path):
     stories = torch.load(story_path, weights_only=False)
-    cluster.connect(address, namespace="streamed-gradient")
+    Cluster.join(address, namespace="streamed-gradient")
     ranks = Ranks.start(timeout_s=TIMEOUT_S)
     actors, witness, client, results = (), None, None, []
     if ranks.is_main:
-        controller = find_or_make_controller()
+        controller = find_or_make_controller(Cluster())
         actors = start_workers(controller, stories)
-        witness = start_witness()
+        witness = start_witness(Cluster())
     for number, story in enumerate(stories):
         if ranks.is_main:
             ray.get([actor.tell.remote(number) for actor in actors], timeout=TIMEOUT_S)

@@ -21,7 +21,8 @@ from stories import NAMESPACE, World, make_story
 from test_resumed_loop import assert_same_bits, check_groups
 from test_scripted_loop import without_timing
 
-from async_grpo.cluster import cluster
+from async_grpo.cluster.cluster import Cluster
+from async_grpo.cluster.handles import CONTROLLER
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -50,7 +51,7 @@ MOMENTS = {
     ),
     "end-of-step-on-one-rank": (
         ("held end", 3),
-        Death("async_grpo.run.main_rank:MainRank.step_agreed", 3),
+        Death("async_grpo.run.main_rank:RunAtController.step_agreed", 3),
     ),
     "between-step-and-publication": (
         ("publish", 1),
@@ -58,7 +59,7 @@ MOMENTS = {
     ),
     "half-of-the-workers-loaded": (
         ("announce", 1),
-        Death("async_grpo.run.main_rank:Announcements.begin", 2, after_s=1.0),
+        Death("async_grpo.run.publication:Announcements.begin", 2, after_s=1.0),
     ),
     "in-an-evaluation": (
         ("evaluate", 1),
@@ -112,10 +113,10 @@ def lived(world):
             [sys.executable, str(script), str(world.folder / "lives.pt"), str(outcomes)],
             env=environment(), capture_output=True, text=True, timeout=1500,
         )  # fmt: skip
-        controller = cluster.find_actor(cluster.CONTROLLER)
+        controller = Cluster().find_actor(CONTROLLER)
 
         def ask(call):
-            return cluster.wait(call, timeout_s=TIMEOUT_S, who="the controller")
+            return Cluster().wait(call, timeout_s=TIMEOUT_S, who="the controller")
 
         left = []
         for role in ROLES:  # the scripted workers have the same names in each

@@ -15,7 +15,8 @@ from loops import num_registered, read_lines
 from private_cluster import environment, is_running
 from tiny_models import make_model
 
-from async_grpo.cluster import cluster
+from async_grpo.cluster.cluster import Cluster
+from async_grpo.cluster.handles import CONTROLLER
 from async_grpo.config.roles import GENERATION, REFERENCE
 from async_grpo.data.order import QuestionStream
 
@@ -52,7 +53,7 @@ def connected(ray_cluster):
     """This process as a driver in the namespace of the commands."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_AUTH_MODE", environment()["RAY_AUTH_MODE"])
-        cluster.connect(ray_cluster, namespace="lifecycle")
+        Cluster.join(ray_cluster, namespace="lifecycle")
         yield
         ray.shutdown()
 
@@ -87,8 +88,8 @@ def start_logprob(ray_cluster, untied_model):
 
 
 def members(role):
-    controller = cluster.find_actor(cluster.CONTROLLER)
-    return cluster.wait(controller.members.remote(role), timeout_s=30, who="the controller")
+    controller = Cluster().find_actor(CONTROLLER)
+    return Cluster().wait(controller.members.remote(role), timeout_s=30, who="the controller")
 
 
 def train(ray_cluster, untied_model, questions, output, *options, batches, ranks=0):

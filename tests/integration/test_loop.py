@@ -29,7 +29,7 @@ from oracle import make_sample, oracle_gradient
 from rollouts_pages import NEEDS_NODE, Page, recomputed_weights, write
 from tiny_models import load_model
 
-from async_grpo.cluster import cluster
+from async_grpo.cluster.cluster import Cluster
 from async_grpo.config.roles import GENERATION, REFERENCE
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.types import GenerationRequest, LogprobRequest, SamplingContract, WeightsVersion
@@ -87,7 +87,7 @@ def trained(setup, questions):
 @pytest.fixture
 def driver(setup):
     """This process as a driver of the cluster."""
-    cluster.connect(setup.address, namespace=NAMESPACE)
+    Cluster.join(setup.address, namespace=NAMESPACE)
     yield
     ray.shutdown()
 

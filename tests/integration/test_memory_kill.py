@@ -6,7 +6,7 @@ import pytest
 import ray
 from private_cluster import PrivateCluster, environment
 
-from async_grpo.cluster import cluster
+from async_grpo.cluster.cluster import Cluster
 from async_grpo.cluster.handles import RunClient
 from async_grpo.training.stream import RankStream
 from async_grpo.types import RunId
@@ -21,7 +21,7 @@ def killing_cluster(monkeypatch):
     private = PrivateCluster(env=environment(**KILLS))
     monkeypatch.setenv("RAY_AUTH_MODE", environment()["RAY_AUTH_MODE"])
     try:
-        cluster.connect(private.address, namespace="killed")
+        Cluster.join(private.address, namespace="killed")
         yield
     finally:
         ray.shutdown()
@@ -40,7 +40,9 @@ class Controller:
 
 
 def test_a_controller_that_the_memory_monitor_kills_is_lost_for_that_reason(killing_cluster):
-    stream = RankStream(RunClient(Controller.remote(), RunId(1, 1)), rank=0, stall_timeout_s=60)
+    stream = RankStream(
+        RunClient(Cluster(), Controller.remote(), RunId(1, 1)), rank=0, stall_timeout_s=60
+    )
     with pytest.raises(RunLost, match="killed due to the node running low on memory") as lost:
         next(stream)
     assert "docs.ray.io" not in str(lost.value)

@@ -19,8 +19,8 @@ from async_grpo.verification.usage import descendants
 pytestmark = pytest.mark.integration
 CONNECT = """
 {first}
-from async_grpo.cluster import cluster
-cluster.connect({address!r}, namespace="n")
+from async_grpo.cluster.cluster import Cluster
+Cluster.join({address!r}, namespace="n")
 print("in")
 """
 
@@ -41,7 +41,7 @@ from async_grpo.types import GradingRequest, Question, Turn, VerificationRequest
 from async_grpo.verification.config import VerifierConfig
 from async_grpo.verification.pool import VerifierPool
 
-cluster.connect({address!r}, namespace="n")
+Cluster.join({address!r}, namespace="n")
 pool = ray.remote(VerifierPool).options(num_cpus=0).remote(
     VerifierConfig(reward_names=(sys.argv[1],)), worker_id="v"
 )

@@ -8,7 +8,7 @@ import time
 import pytest
 from local_ray import local_ray
 
-from async_grpo.cluster import cluster
+from async_grpo.cluster.cluster import Cluster
 from async_grpo.launch.child_processes import ChildProcess, RemoteProcess
 from async_grpo.util.errors import WorkerError
 
@@ -35,7 +35,7 @@ def connected():
 @pytest.fixture
 def command(connected, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    [here] = cluster.nodes_with_room()
+    [here] = Cluster().nodes_with_room()
     assert here.free["CPU"] == 1.0
 
     def start(text, **options):

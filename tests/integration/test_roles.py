@@ -17,7 +17,7 @@ from scripted_run import make_config
 from async_grpo.algorithms.base import LocalRules
 from async_grpo.algorithms.find import find_algorithm
 from async_grpo.batching.records import BatcherPlan
-from async_grpo.cluster import cluster
+from async_grpo.cluster.cluster import Cluster
 from async_grpo.config.roles import GENERATION, VERIFIER, teacher
 from async_grpo.controller.find import find_or_make_controller
 from async_grpo.model.scorer import Scorer
@@ -58,8 +58,8 @@ def controller(ray_cluster):
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_AUTH_MODE", environment()["RAY_AUTH_MODE"])
-        cluster.connect(ray_cluster, namespace=NAMESPACE)
-        controller = find_or_make_controller()
+        Cluster.join(ray_cluster, namespace=NAMESPACE)
+        controller = find_or_make_controller(Cluster())
         engine = ray.remote(Engine).options(num_cpus=0, max_concurrency=1000).remote()
         info = WorkerInfo("engine", GENERATION, "node", 0, "model", 64, 100.0, 0.0, 512)
         get(controller.register.remote(info, engine))
@@ -90,7 +90,7 @@ class Engine:
 
 
 def get(reference):
-    return cluster.wait(reference, timeout_s=TIMEOUT_S, who="the controller")
+    return Cluster().wait(reference, timeout_s=TIMEOUT_S, who="the controller")
 
 
 def members(controller, role):
@@ -121,7 +121,7 @@ class Trainer:
             incarnation=incarnation,
             rules=LocalRules(find_algorithm(config)),
         )
-        self._controller, self._witness = controller, start_witness()
+        self._controller, self._witness = controller, start_witness(Cluster())
         epoch = get(controller.begin_run.remote(plan, self._witness, None))
         self.run = RunId(incarnation, epoch)
 

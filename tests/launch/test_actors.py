@@ -1,8 +1,8 @@
 """What a dispatcher's workers take of a node with devices, and which variables they get."""
 
 import pytest
+from fake_cluster import FakeCluster
 
-from async_grpo.cluster import cluster
 from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.devices.inventory import Device, Inventory
 from async_grpo.launch import actors
@@ -11,30 +11,20 @@ from async_grpo.util.errors import ConfigError
 
 @pytest.fixture
 def node(monkeypatch):
-    """A node with so many devices, of which Ray counts some; the options of its last actor."""
-    options = {}
-
-    class Actor:
-        def options(self, **given):
-            options.update(given)
-            return self
-
-        def remote(self, *_, **__):
-            return self
+    """A node with so many devices, of which Ray counts some."""
 
     def make(num_devices, counted):
         devices = tuple(Device(i, f"GPU-{i}", "A", 1) for i in range(num_devices))
         monkeypatch.setattr(actors, "usable_devices", lambda: Inventory(devices, "580.1"))
-        monkeypatch.setattr(cluster, "resources_here", lambda: {"CPU": 8.0, "GPU": counted})
-        monkeypatch.setattr(cluster, "on_this_node", lambda: "here")
-        monkeypatch.setattr(actors.ray, "remote", lambda _class: Actor())
-        return options
+        cluster = FakeCluster()
+        cluster.resources = {"CPU": 8.0, "GPU": counted}
+        return cluster
 
     return make
 
 
-def kinds(**options):
-    return actors.worker_kinds(WorkerConfig(model_path="m", **options))
+def kinds(cluster, **options):
+    return actors.worker_kinds(cluster, WorkerConfig(**{"model_path": "m"} | options))
 
 
 @pytest.mark.parametrize(
@@ -45,36 +35,31 @@ def kinds(**options):
     ],
 )  # fmt: skip
 def test_a_worker_takes_its_devices_or_its_share(options, taken, node):
-    node(8, counted=8.0)
     if options.get("mode") == "judge":
         options = {**options, "reward_fns": "x"}
-    [kind, *_] = actors.worker_kinds(
-        WorkerConfig(**{"model_path": "m", "reward_fns": ""} | options)
-    )
+    [kind, *_] = kinds(node(8, counted=8.0), **{"reward_fns": ""} | options)
     assert kind.resources == {"CPU": 1.0, "GPU": taken}
 
 
 def test_without_usable_devices_a_worker_takes_none_whatever_ray_counts(node):
-    node(0, counted=8.0)
-    [kind, *_] = kinds()
+    [kind, *_] = kinds(node(0, counted=8.0))
     assert kind.resources["GPU"] == 0.0
 
 
 def test_devices_that_ray_does_not_count_are_not_taken_unseen(node):
-    node(8, counted=0.0)
     with pytest.raises(ConfigError, match=r"of the 8 x A .* it counts none: start Ray here with"):
-        kinds()
+        kinds(node(8, counted=0.0))
 
 
 def test_engines_get_the_dispatcher_s_variables_of_libraries_but_no_secret(node, monkeypatch):
-    options = node(1, counted=1.0)
+    cluster = node(1, counted=1.0)
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
-    [kind, *_] = kinds()
+    [kind, *_] = kinds(cluster)
     kind.start("w")
-    variables = options["runtime_env"]["env_vars"]
+    variables = cluster.options["runtime_env"]["env_vars"]
     assert (variables["NCCL_DEBUG"], variables["VLLM_LOGGING_LEVEL"]) == ("INFO", "DEBUG")
     assert variables["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
     assert variables["VLLM_NO_USAGE_STATS"] == "1"
-    assert "HF_TOKEN" not in variables and options["num_gpus"] == 1.0
+    assert "HF_TOKEN" not in variables and cluster.options["num_gpus"] == 1.0

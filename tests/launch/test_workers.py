@@ -5,12 +5,10 @@ from datetime import datetime
 from types import SimpleNamespace
 
 import pytest
-import ray
+from fake_cluster import PENDING, FakeActor, FakeCluster
 
-from async_grpo.cluster import cluster
 from async_grpo.config.roles import GENERATION, VERIFIER
 from async_grpo.config.worker_config import WorkerConfig
-from async_grpo.controller import find
 from async_grpo.launch import dispatcher as module
 from async_grpo.launch.actors import WorkerKind
 from async_grpo.launch.dispatcher import Workers
@@ -24,24 +22,7 @@ from async_grpo.util.errors import (
     WorkerError,
 )
 
-PENDING = object()  # what a call that is not answered yet has for an answer
 LOST = ProcessLostError("it died")
-
-
-class FakeActor:
-    """Answers every call with what it was given, and keeps a record."""
-
-    def __init__(self, **answers):
-        self.answers = answers
-        self.calls = []
-
-    def __getattr__(self, method):
-        def remote(*arguments):
-            self.calls.append((method, *arguments))
-            answer = self.answers.get(method)
-            return answer(*arguments) if callable(answer) else answer
-
-        return SimpleNamespace(remote=remote)
 
 
 class Controller(FakeActor):
@@ -73,10 +54,11 @@ class Controller(FakeActor):
 class Scene:
     """A node with 4 CPUs, in which a worker says little of itself."""
 
-    def __init__(self):
+    def __init__(self, logs):
         self.controller = Controller()
-        self.killed, self.workers, self.said = [], {}, []
-        self.free = {"CPU": 4.0}
+        self.workers, self.said = {}, []
+        self.cluster = FakeCluster(logs=logs, Controller=lambda code: self.find())
+        self.killed = self.cluster.ended
         self.now_s = 1000.0
         self.num_found = 0
         self.answers = {}  # of workers that are started from now on
@@ -111,26 +93,9 @@ class Scene:
         return list(self.workers)
 
 
-def fake_wait(reference, *, timeout_s, who):
-    assert reference is not PENDING
-    if isinstance(reference, Exception):
-        raise reference
-    return reference
-
-
 @pytest.fixture
 def scene(monkeypatch, tmp_path):
-    scene = Scene()
-    monkeypatch.setattr(cluster, "wait", fake_wait)
-    monkeypatch.setattr(cluster, "is_ready", lambda reference: reference is not PENDING)
-    monkeypatch.setattr(cluster, "process_of", lambda _handle: 77)
-    monkeypatch.setattr(cluster, "free_here", lambda: scene.free)
-    monkeypatch.setattr(cluster, "resources_here", lambda: {"CPU": 4.0})
-    monkeypatch.setattr(cluster, "logs_folder", lambda: str(tmp_path))
-    monkeypatch.setattr(find, "find_or_make_controller", scene.find)
-    monkeypatch.setattr(module, "worker_kinds", scene.kinds)
-    monkeypatch.setattr(ray, "wait", lambda refs, **_: (refs, []))
-    monkeypatch.setattr(ray, "kill", lambda handle, **_: scene.killed.append(handle))
+    scene = Scene(tmp_path)
     monkeypatch.setattr(deadlines, "ROOM_S", 0.0)
     clock = SimpleNamespace(
         monotonic=lambda: scene.now_s, sleep=lambda s: setattr(scene, "now_s", scene.now_s + s)
@@ -139,9 +104,9 @@ def scene(monkeypatch, tmp_path):
     return scene
 
 
-def make_workers(scene, **options):
+def make_workers(scene, *, kinds=None, **options):
     config = WorkerConfig(model_path="model", reward_fns="countdown", **options)
-    return Workers(config, say=scene.said.append)
+    return Workers(kinds or scene.kinds(config), config, scene.cluster, say=scene.said.append)
 
 
 def test_workers_join_and_leave_with_their_dispatcher(scene):
@@ -156,12 +121,12 @@ def test_workers_join_and_leave_with_their_dispatcher(scene):
     assert scene.killed == list(scene.workers.values())
 
 
-def test_workers_load_while_the_controller_is_found_and_end_when_there_is_none(scene, monkeypatch):
-    def find_none():
+def test_workers_load_while_the_controller_is_found_and_end_when_there_is_none(scene):
+    def refuse(code):
         assert len(scene.workers) == 2
-        raise ConfigError("of other code")
+        return ConfigError("of other code")
 
-    monkeypatch.setattr(find, "find_or_make_controller", find_none)
+    scene.controller.answers["hello"] = refuse
     with (
         pytest.raises(ConfigError, match="of other code"),
         make_workers(scene, num_workers=2) as workers,
@@ -358,8 +323,8 @@ def test_what_the_verifier_pool_complains_of_stands_on_the_console(scene, caplog
     assert "the disk is full" in caplog.messages
 
 
-def test_a_worker_for_which_ray_has_no_place_is_an_error_soon(scene, monkeypatch):
-    monkeypatch.setattr(cluster, "process_of", lambda _handle: 0)
+def test_a_worker_for_which_ray_has_no_place_is_an_error_soon(scene):
+    scene.cluster.pid = 0
     scene.answers = {"info": PENDING}
     with make_workers(scene) as workers:
         scene.pass_time(workers, deadlines.PLACED_S)
@@ -383,7 +348,7 @@ def test_a_drain_waits_for_what_runs_but_not_for_ever(scene):
 
 
 def test_workers_without_room_are_refused_before_anything_is_made(scene):
-    scene.free = {"CPU": 2.0}
+    scene.cluster.free = {"CPU": 2.0}
     with pytest.raises(
         ClusterError, match=r"3 generation .* need 3 CPU .*, 2 of 4 are free: .*--nu"
     ):
@@ -392,11 +357,10 @@ def test_workers_without_room_are_refused_before_anything_is_made(scene):
     assert scene.controller.calls == []
 
 
-def test_fractions_that_just_fit_are_taken(scene, monkeypatch):
+def test_fractions_that_just_fit_are_taken(scene):
     kind = WorkerKind(GENERATION, 3, {"GPU": 0.2}, scene.start)
-    monkeypatch.setattr(module, "worker_kinds", lambda _config: (kind,))
-    scene.free = {"GPU": 0.6}
-    with make_workers(scene, num_workers=3):
+    scene.cluster.free = {"GPU": 0.6}
+    with make_workers(scene, kinds=(kind,), num_workers=3):
         assert len(scene.names) == 3
 
 

@@ -9,13 +9,14 @@ import pytest
 import ray
 from local_ray import local_ray
 
-from async_grpo.cluster import cluster
+from async_grpo.cluster.cluster import Cluster
+from async_grpo.cluster.handles import CONTROLLER
 from async_grpo.config.roles import REFERENCE
 from async_grpo.config.worker_config import WorkerConfig
-from async_grpo.launch import dispatcher as module
 from async_grpo.launch.actors import WorkerKind
 from async_grpo.launch.dispatcher import Workers
 from async_grpo.types import Pulse, WeightsAck, WorkerInfo
+from async_grpo.util.errors import ProcessLostError
 
 pytestmark = pytest.mark.integration
 TIMEOUT_S = 120.0
@@ -57,13 +58,13 @@ def worker_class():
 
 
 @pytest.fixture
-def workers(monkeypatch):
+def workers():
     def start(name):
         return ray.remote(worker_class()).options(num_cpus=1, max_concurrency=100).remote(name)
 
     kinds = (WorkerKind(REFERENCE, 2, {"CPU": 1.0}, start),)
-    monkeypatch.setattr(module, "worker_kinds", lambda _config: kinds)
-    with Workers(WorkerConfig(model_path="m", mode="logprob", num_workers=2)) as workers:
+    config = WorkerConfig(model_path="m", mode="logprob", num_workers=2)
+    with Workers(kinds, config, Cluster()) as workers:
         until(workers, lambda: len(members()) == 2)
         yield workers
 
@@ -78,19 +79,19 @@ def until(workers, condition):
 
 
 def controller():
-    return cluster.find_actor(cluster.CONTROLLER)
+    return Cluster().find_actor(CONTROLLER)
 
 
 def ask(method, *arguments):
     call = getattr(controller(), method).remote(*arguments)
-    return cluster.wait(call, timeout_s=TIMEOUT_S, who="the controller")
+    return Cluster().wait(call, timeout_s=TIMEOUT_S, who="the controller")
 
 
 def members():
     """Nobody, while there is no controller to ask."""
     try:
         return {info.worker_id: info for info in ask("members", REFERENCE)}
-    except (AttributeError, cluster.ProcessLostError):
+    except (AttributeError, ProcessLostError):
         return {}
 
 
@@ -112,11 +113,11 @@ def test_a_killed_and_a_frozen_worker_are_replaced_and_then_the_controller(worke
     assert (counts["fenced: died"], counts["fenced: silent"], counts["registered"]) == (1, 1, 4)
     second = members()
 
-    old, killed_at = cluster.process_of(controller()), time.monotonic()
+    old, killed_at = Cluster().process_of(controller()), time.monotonic()
     os.kill(old, signal.SIGKILL)
     until(workers, lambda: members() == second)
-    assert cluster.process_of(controller()) != old
+    assert Cluster().process_of(controller()) != old
     assert time.monotonic() - killed_at < 30.0
     for worker in workers._workers:  # the same processes, whose old work has ended
-        calls = cluster.wait(worker.handle.calls.remote(), timeout_s=TIMEOUT_S, who="the worker")
+        calls = Cluster().wait(worker.handle.calls.remote(), timeout_s=TIMEOUT_S, who="the worker")
         assert calls == ["abort"]

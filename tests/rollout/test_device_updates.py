@@ -19,7 +19,7 @@ from ray.exceptions import RayActorError
 from registry_actor import RegistryClient
 from tiny_models import load_model
 
-from async_grpo.cluster import cluster
+from async_grpo.cluster.cluster import Cluster
 from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.rollout.generation_worker import GenerationWorker, worker_environment
 from async_grpo.types import CanaryRow, GenerationRequest, SamplingContract, WeightsVersion
@@ -38,7 +38,7 @@ HERE = str(Path(__file__).parent)
 
 
 def get(reference):
-    return cluster.wait(reference, timeout_s=300, who="the actor")  # three engines start
+    return Cluster().wait(reference, timeout_s=300, who="the actor")  # three engines start
 
 
 def worker_class():
@@ -85,7 +85,7 @@ class Stack:
 
         self.folder, self.make_link = folder, NcclLink
         self.client = RegistryClient(ping_interval_s=0.5)
-        self.publisher = Publisher(bucket_bytes=40_000)
+        self.publisher = Publisher(Cluster(), bucket_bytes=40_000)
         self.sender = DeviceSender(self.connect, check=self.check)
         self.models, self.snapshots = {}, {}
 

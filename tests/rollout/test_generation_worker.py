@@ -16,6 +16,7 @@ from registry_actor import RegistryClient
 from tiny_models import canary_of, load_model
 
 from async_grpo.cluster import cluster as actors
+from async_grpo.cluster.cluster import Cluster
 from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.rollout.generation_worker import GenerationWorker, worker_environment
 from async_grpo.types import GenerationRequest, SamplingContract, WeightsVersion, canary_differences
@@ -55,7 +56,7 @@ def registry(cluster):
 
 
 def publish(model, registry, version, publisher=None):
-    publisher = publisher or Publisher(bucket_bytes=40_000)
+    publisher = publisher or Publisher(Cluster(), bucket_bytes=40_000)
     snapshot = publisher.pack(model.named_parameters(), version=version)
     reports = publisher.announce(registry, snapshot, roles=("generation",), timeout_s=TIMEOUT_S)
     return publisher, reports["generation"]
@@ -114,7 +115,7 @@ def test_published_weights_reach_members_and_whoever_joins_later(workers, regist
 
 
 def test_a_snapshot_that_is_not_newer_changes_nothing(workers, model_folder):
-    old = Publisher().pack(load_model(model_folder).named_parameters(), version=FIRST)
+    old = Publisher(Cluster()).pack(load_model(model_folder).named_parameters(), version=FIRST)
     ack = get(workers[0].load_weights.remote(old))
     assert (ack.version, ack.pause_seconds) == (SECOND, 0)
 
@@ -125,7 +126,7 @@ def with_canary(snapshot, model):
 
 def test_an_acknowledgement_has_the_canary_of_the_weights_just_loaded(workers, model_folder):
     model = load_model(model_folder, noise_seed=3)
-    collected = Publisher().pack(model.named_parameters(), version=WeightsVersion(0, 2))
+    collected = Publisher(Cluster()).pack(model.named_parameters(), version=WeightsVersion(0, 2))
     snapshot = with_canary(collected, model)
     ack = get(workers[0].load_weights.remote(snapshot))
     assert (ack.worker_id, ack.version, ack.dtype) == ("early", snapshot.version, "float32")
@@ -138,7 +139,7 @@ def test_an_alias_is_renamed_by_who_has_the_weights_and_loaded_by_who_has_not(
     workers, model_folder
 ):
     model = load_model(model_folder, noise_seed=3)
-    collected = Publisher().pack(model.named_parameters(), version=WeightsVersion(0, 2))
+    collected = Publisher(Cluster()).pack(model.named_parameters(), version=WeightsVersion(0, 2))
     alias = with_canary(collected, model).renamed(WeightsVersion(0, 3))
     holder, other = workers
     renamed = get(holder.load_weights.remote(alias))
@@ -152,7 +153,7 @@ def test_an_alias_is_renamed_by_who_has_the_weights_and_loaded_by_who_has_not(
 
 
 def test_a_lost_bucket_is_an_error_of_weight_sync_and_the_old_weights_serve(workers, model_folder):
-    newer = Publisher(bucket_bytes=40_000).pack(
+    newer = Publisher(Cluster(), bucket_bytes=40_000).pack(
         load_model(model_folder).named_parameters(), version=WeightsVersion(0, 4)
     )
 

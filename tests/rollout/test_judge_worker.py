@@ -6,6 +6,7 @@ from families import tokenizer_of
 from local_ray import local_ray
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from async_grpo.cluster.cluster import Cluster
 from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.launch.actors import worker_kinds
 from async_grpo.types import JudgeRequest
@@ -37,7 +38,7 @@ def test_a_judge_serves_its_own_weights_and_says_what_its_answer_cost(chat_model
     folder, tokenizer = chat_model
     with local_ray(num_cpus=2, object_store_mib=200):
         config = WorkerConfig(mode="judge", name="strict", model_path=folder, max_num_seqs=4)
-        (kind,) = worker_kinds(config)
+        (kind,) = worker_kinds(Cluster(), config)
         worker = kind.start("j0")
         info = ray.get(worker.info.remote(), timeout=240)
         assert (info.role, len(info.model_hash)) == ("judge:strict", 64)

@@ -10,20 +10,22 @@ import time
 import pytest
 from test_folder_lock import another_trainer
 
-from async_grpo.cluster import cluster
+from async_grpo.cluster import cluster as module
 from async_grpo.run.output_folder import CONNECTION_FILE, way_to
 from async_grpo.util.errors import ClusterError
 
 TRAINER = """
 import sys, time
 from pathlib import Path
-from async_grpo.cluster import cluster
+from types import SimpleNamespace
 from async_grpo.run.output_folder import leave_connection
 from async_grpo.run.output_folder import lock
 
-cluster.head_address, cluster.metrics_url = lambda: "127.0.0.1:7", lambda: "http://127.0.0.1:8/metrics"
+cluster = SimpleNamespace(
+    head_address=lambda: "127.0.0.1:7", metrics_url=lambda: "http://127.0.0.1:8/metrics"
+)
 file = lock(Path("run"))
-leave_connection(Path("run"))
+leave_connection(Path("run"), cluster)
 print(flush=True)
 time.sleep(60)
 """
@@ -114,9 +116,9 @@ def test_a_run_of_another_machine_may_live(elsewhere, tmp_path):
 def test_a_cluster_that_never_lets_in_is_given_up(monkeypatch):
     import ray
 
-    monkeypatch.setattr(cluster, "find_head", lambda address: address)
+    monkeypatch.setattr(module, "find_head", lambda address: address)
     monkeypatch.setattr(ray, "init", lambda **_: time.sleep(30))
     started = time.monotonic()
     with pytest.raises(ClusterError, match=r"must let this process in within 0\.2 s, it did not"):
-        cluster.connect("127.0.0.1:7", namespace="n", timeout_s=0.2)
+        module.Cluster.join("127.0.0.1:7", namespace="n", timeout_s=0.2)
     assert time.monotonic() - started < 20

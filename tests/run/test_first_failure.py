@@ -1,8 +1,9 @@
 import json
 
 import pytest
+from fake_cluster import FakeActor, FakeCluster
 
-from async_grpo.run import watch
+from async_grpo.cluster.handles import CONTROLLER
 from async_grpo.run.watch import RunRecord, first_failure_recorded
 from async_grpo.types import WorkerInfo
 from async_grpo.util.errors import DeadlineError, RankLostError, WorkerError
@@ -22,24 +23,23 @@ class Other:
 
 
 @pytest.fixture
-def one_worker_lost(monkeypatch, tmp_path):
-    """The controller tells of it only when it is asked for the last time."""
+def one_worker_lost(tmp_path):
+    """A cluster whose controller tells of it only when it is asked for the last time."""
     lost = WorkerInfo("generation-a", "generation", "here", 7, "model", 100, 1.0, 0.0, 64)
     (tmp_path / "worker-aa-01000000-7.err").write_text("MemoryError: no room\n")
-
-    def see_members(controller, incidents):
-        incidents.see_members("generation", [lost], {}, now_s=10.0)
-        incidents.see_members("generation", [], {"generation-a": "worker a died"}, now_s=20.0)
-
-    monkeypatch.setattr(watch, "see_members", see_members)
-    monkeypatch.setattr(watch.cluster, "find_actor", lambda name: "controller")
-    monkeypatch.setattr(watch.cluster, "is_here", lambda node: node == "here")
-    monkeypatch.setattr(watch.cluster, "logs_folder", lambda: tmp_path)
+    members, fenced = [[lost], []], [{}, {"generation-a": "worker a died"}]
+    controller = FakeActor(
+        roles=("generation", "generation"),
+        members=lambda role: members.pop(0),
+        fenced=lambda role: fenced.pop(0),
+    )
+    return FakeCluster(logs=tmp_path, named={CONTROLLER: controller})
 
 
-def die(folder, error, ranks=Main):
+def die(folder, error, ranks=Main, *, cluster=None):
     """(what was raised, the record)"""
     record = RunRecord(folder, rank=0 if ranks.is_main else 1)
+    record.cluster = cluster
     record.trained(3)
     with pytest.raises(BaseException) as raised, first_failure_recorded(record, ranks):
         raise error
@@ -48,7 +48,7 @@ def die(folder, error, ranks=Main):
 
 
 def test_a_stall_is_told_with_the_death_that_caused_it(one_worker_lost, tmp_path):
-    raised, record = die(tmp_path, DeadlineError("nothing has moved"))
+    raised, record = die(tmp_path, DeadlineError("nothing has moved"), cluster=one_worker_lost)
     assert (type(raised), str(raised)) == (DeadlineError, "worker a died; then nothing has moved")
     assert record["sentence"] == str(raised)
     assert record["first_error"]["worker"] == "generation-a"
@@ -61,7 +61,7 @@ def test_a_stall_is_told_with_the_death_that_caused_it(one_worker_lost, tmp_path
 
 def test_an_error_that_is_a_cause_stays_as_it_is(one_worker_lost, tmp_path):
     error = WorkerError("question 7 is malformed")
-    raised, record = die(tmp_path, error)
+    raised, record = die(tmp_path, error, cluster=one_worker_lost)
     assert raised is error
     assert (record["sentence"], record["first_error"]) == ("question 7 is malformed", None)
 

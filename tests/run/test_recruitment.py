@@ -1,14 +1,13 @@
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
+from fake_cluster import controller_client
 
 from async_grpo.config.roles import ENVIRONMENT, GENERATION, REFERENCE, VERIFIER, teacher
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.model.model_folder import ModelFacts
-from async_grpo.run import recruitment
 from async_grpo.run.output_folder import LAUNCH_LOGS
 from async_grpo.run.recruitment import Demand, check_worker, command_for, recruit
 from async_grpo.types import WorkerInfo
@@ -108,9 +107,8 @@ def test_a_worker_that_cannot_serve_the_run_is_refused(worker, options, sentence
 
 
 @pytest.fixture
-def look(monkeypatch):
+def look():
     """Recruit for options from a controller with workers of some roles: the roles asked for."""
-    monkeypatch.setattr(recruitment.cluster, "wait", lambda answer, **_: answer)
 
     def look(*present, **options):
         asked = []
@@ -119,8 +117,7 @@ def look(monkeypatch):
             asked.append(role)
             return (replace(WORKER, role=role, max_model_len=64),) if role in present else ()
 
-        controller = SimpleNamespace(members=SimpleNamespace(remote=members))
-        recruit(controller, demand(worker_timeout_s=1e-9, **options))
+        recruit(controller_client(members=members), demand(worker_timeout_s=1e-9, **options))
         return asked
 
     return look

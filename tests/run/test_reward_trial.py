@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from fake_cluster import controller_client
 from oracle import make_config
 
-from async_grpo.cluster import cluster
 from async_grpo.run.reward_trial import try_rewards
 from async_grpo.types import Question, Verdict
 from async_grpo.util.errors import ConfigError
@@ -27,27 +27,24 @@ class Pool:
     """The only one of its controller, which it plays too."""
 
     def __init__(self, *verdicts, groupwise=()):
-        self.requests = []
-        info = SimpleNamespace(
+        self.requests, self.verdicts = [], verdicts
+        self.info = SimpleNamespace(
             worker_id="verifier-1",
             rewards=SimpleNamespace(names=("mine", "other"), groupwise=groupwise),
         )
-        self.receivers = SimpleNamespace(remote=lambda role: ((info, self),))
-        self.try_out = SimpleNamespace(remote=lambda request: self._answer(request, verdicts))
+        self.client = controller_client(self)
 
-    def _answer(self, request, verdicts):
+    def receivers(self, role):
+        return ((self.info, self.client.controller),)
+
+    def try_out(self, request):
         self.requests.append(request)
-        return verdicts
-
-
-@pytest.fixture(autouse=True)
-def _no_ray(monkeypatch):
-    monkeypatch.setattr(cluster, "wait", lambda reference, *, timeout_s, who: reference)
+        return self.verdicts
 
 
 def test_the_expected_answer_is_what_rewards_are_tried_on():
     pool = Pool(graded("scored"), graded("unscorable"))
-    try_rewards(pool, [QUESTION], make_config())
+    try_rewards(pool.client, [QUESTION], make_config())
     (request,) = pool.requests
     (output,) = request.outputs
     assert (output.question, output.completion.text) == (QUESTION, "4")
@@ -69,13 +66,13 @@ def test_a_reward_that_fails_on_it_refuses_the_run(cause, remedy):
     )
     with pytest.raises(ConfigError, match=told):
         try_rewards(
-            Pool(graded("scored"), failed(cause)), [QUESTION], make_config(data_path="data")
+            Pool(graded("scored"), failed(cause)).client, [QUESTION], make_config(data_path="data")
         )
 
 
 @pytest.mark.parametrize("cause", ["connection", "lost"])
 def test_what_is_not_the_rewards_own_fault_is_only_told(cause, caplog):
-    try_rewards(Pool(failed(cause)), [QUESTION], make_config())
+    try_rewards(Pool(failed(cause)).client, [QUESTION], make_config())
     assert "the run starts all the same" in caplog.text
 
 
@@ -83,12 +80,12 @@ def test_each_type_is_tried_with_its_own_rewards_on_its_first_line():
     config = make_config(data_path="", data="sums=s.jsonl,rewards=mine;odes=o.jsonl,rewards=other")
     pool = Pool(graded("scored"))
     questions = [replace(QUESTION, dataset_type=kind) for kind in ("sums", "odes")]
-    try_rewards(pool, questions, config)
+    try_rewards(pool.client, questions, config)
     asked = [(r.outputs[0].question.dataset_type, r.rewards) for r in pool.requests]
     assert asked == [("sums", ("mine",)), ("odes", ("other",))]
     told = "it must grade the first line of o.jsonl"
     with pytest.raises(ConfigError, match=told):
-        try_rewards(Pool(failed("exception")), questions[1:], config)
+        try_rewards(Pool(failed("exception")).client, questions[1:], config)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +98,9 @@ def test_a_type_that_names_no_rewards_is_not_tried_with_a_groupwise_one_of_anoth
     """Where no type names it, it stays in, and is refused: its questions would be graded twice."""
     config = make_config(data_path="", data="sums=s.jsonl,rewards=mine;odes=o.jsonl")
     pool = Pool(graded("scored"), groupwise=groupwise)
-    try_rewards(pool, [replace(QUESTION, dataset_type=kind) for kind in ("sums", "odes")], config)
+    try_rewards(
+        pool.client, [replace(QUESTION, dataset_type=kind) for kind in ("sums", "odes")], config
+    )
     assert [request.rewards for request in pool.requests] == [("mine",), asked_of_odes]
 
 
@@ -112,4 +111,4 @@ def test_a_reward_that_no_verifier_has_refuses_the_run():
         "--reward-fns of their dispatcher, which has mine, other"
     )
     with pytest.raises(ConfigError, match=told):
-        try_rewards(Pool(graded("scored")), [replace(QUESTION, dataset_type="sums")], config)
+        try_rewards(Pool(graded("scored")).client, [replace(QUESTION, dataset_type="sums")], config)

@@ -6,12 +6,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from fake_cluster import client_of, controller_client
 from scripted_run import make_config
 
 from async_grpo.algorithms.base import Algorithm, ScoreNeed
 from async_grpo.checkpoint.resume import Start
 from async_grpo.model.lm_head import UNCHANGED, Rescaling
-from async_grpo.run import recruitment, sampled_data
 from async_grpo.run.data import check_types
 from async_grpo.run.preparation import with_teachers
 from async_grpo.run.recruitment import teachers_of
@@ -102,38 +102,19 @@ def test_the_teachers_of_a_run_are_part_of_its_checkpoints():
     assert with_teachers(hashes, {}, start=start) is hashes
 
 
-class Controller:
-    """What it is asked for is its answer."""
-
-    def __init__(self, members=()):
-        self.members = SimpleNamespace(remote=lambda role: [m for m in members if m.role == role])
-
-    def teacher_head(self, role):
-        return [role]
+def members(*found):
+    return controller_client(members=lambda role: [m for m in found if m.role == role])
 
 
-@pytest.fixture
-def at_once(monkeypatch):
-    """{role: arrays of its head}."""
-    heads = {}
-    fakes = SimpleNamespace(
-        wait=lambda call, *, timeout_s, who: call,
-        fetch=lambda references, *, timeout_s, owner: [heads.get(role) for role in references],
-    )
-    for module in (recruitment, sampled_data):
-        monkeypatch.setattr(module, "cluster", fakes)
-    return heads
-
-
-def test_the_teachers_of_a_run_are_those_of_its_names(at_once):
-    found = teachers_of(Controller([info("w0", "one")]), config_of("a"))
+def test_the_teachers_of_a_run_are_those_of_its_names():
+    found = teachers_of(members(info("w0", "one")), config_of("a"))
     assert found == {"a": info("w0", "one")}
 
 
-def test_more_tokens_than_a_teacher_has_are_refused_before_the_run_begins(at_once):
+def test_more_tokens_than_a_teacher_has_are_refused_before_the_run_begins():
     own = info("w0", "one")
     with pytest.raises(ConfigError, match=f"--gkd-top-k must not exceed the {own.vocab_size} tok"):
-        teachers_of(Controller([own]), config_of("a", gkd_top_k=own.vocab_size + 1))
+        teachers_of(members(own), config_of("a", gkd_top_k=own.vocab_size + 1))
 
 
 class Meets(Algorithm):
@@ -150,26 +131,34 @@ class NeedsHeads(Meets):
     needs = (ScoreNeed("teacher", payload=Payload("hidden", 0, 1.0), fetches_heads=True),)
 
 
-def met(kind, widths):
+class Controller:
+    def __init__(self, heads):
+        self.heads = heads  # {role: its arrays}
+
+    def teacher_head(self, run, role):
+        return [self.heads.get(role)]
+
+
+def met(kind, widths, heads=None):
     algorithm = kind(config_of("x=a", "b"))
     step = SimpleNamespace(head_terms=("its own",))
     learner = SimpleNamespace(
         config=algorithm.config, algorithm=algorithm, step=step, device=torch.device("cpu")
     )
-    meet_teachers(learner, Controller(), lambda: widths)
+    meet_teachers(learner, client_of(Controller(heads or {})), lambda: widths)
     assert step.head_terms == ("its own", "a term")
     return algorithm.met
 
 
-def test_ranks_get_the_heads_of_teachers_that_send_hidden_states(at_once):
+def test_ranks_get_the_heads_of_teachers_that_send_hidden_states():
     bits = np.array([[0x3F80, 0xC000]], np.uint16)  # 1 and -2 in bfloat16
-    at_once["teacher:a"] = {"weight": bits, "rescaling": np.array([0.5, 30.0])}
-    at_once["teacher:b"] = {
+    of_a = {"weight": bits, "rescaling": np.array([0.5, 30.0])}
+    of_b = {
         "weight": np.ones((2, 3), np.float32),
         "bias": np.zeros(2, np.float32),
         "rescaling": np.array([1.0, 0.0]),
     }
-    first, second = met(NeedsHeads, {"a": 1, "b": 2})
+    first, second = met(NeedsHeads, {"a": 1, "b": 2}, {"teacher:a": of_a, "teacher:b": of_b})
     assert (first.width, first.head.bias) == (1, None)
     assert first.head.weight.dtype == torch.bfloat16
     assert first.head.weight.tolist() == [[1.0, -2.0]]
@@ -177,16 +166,15 @@ def test_ranks_get_the_heads_of_teachers_that_send_hidden_states(at_once):
     assert (second.width, second.head.weight.shape) == (2, (2, 3))
     assert second.head.bias.tolist() == [0.0, 0.0]
     assert second.head.rescaling == UNCHANGED
-    del at_once["teacher:b"]
     with pytest.raises(DataError, match="the head of teacher b did not come"):
-        met(NeedsHeads, {"a": 1, "b": 2})
+        met(NeedsHeads, {"a": 1, "b": 2}, {"teacher:a": of_a})
 
 
-def test_no_head_is_fetched_that_no_need_names(at_once):
+def test_no_head_is_fetched_that_no_need_names():
     teachers = met(Meets, {"a": 1, "b": 2})
     assert [(each.width, each.head) for each in teachers] == [(1, None), (2, None)]
 
 
 def test_an_algorithm_without_teachers_meets_none():
     learner = SimpleNamespace(algorithm=Algorithm(config_of("a")), config=None)
-    meet_teachers(learner, Controller(), lambda: pytest.fail("nobody is asked"))
+    meet_teachers(learner, client_of(None), lambda: pytest.fail("nobody is asked"))

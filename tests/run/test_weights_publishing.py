@@ -7,21 +7,21 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from fake_cluster import FakeCluster, client_of
 from oracle import make_config, oracle_twin, tiny_model
 from ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
-from async_grpo.cluster import cluster
 from async_grpo.model.policy import PolicyModel, hf_named_parameters
-from async_grpo.run.main_rank import Announcements, MainRank, OtherRank
+from async_grpo.run.main_rank import OtherRank
+from async_grpo.run.publication import Publication
 from async_grpo.run.sampled_data import SampledData
 from async_grpo.training.fsdp import shard
 from async_grpo.training.ranks import Absent, Ranks
 from async_grpo.training.schedule import Clocks
-from async_grpo.types import PublishReport, WeightsAck, canary_tokens
+from async_grpo.types import PublishReport, WeightsAck
 from async_grpo.weight_sync.buckets import unpack
 from async_grpo.weight_sync.publisher import Publisher
-from async_grpo.weight_sync.reference_schedule import ReferenceSchedule
 
 pytestmark = pytest.mark.integration
 PROMPTS = [np.arange(2, 12, dtype=np.int32), np.array([5], np.int32), np.array([9, 3], np.int32)]
@@ -37,27 +37,24 @@ class World:
         self.error_nats = error_nats
         self.over_devices = []
 
-    def publish(self, snapshot, roles, timeout_s):
+    def publish(self, run, snapshot, roles, timeout_s):
         return {role: getattr(self, f"_{role}")(snapshot) for role in roles}
 
-    def published(self, version):
+    def published(self, run, version):
         assert version.incarnation == INCARNATION
         self.told.append(("batcher", version.batches))
 
-    def abort(self, reason):
+    def abort(self, run, reason):
         self.told.append(("aborted", reason))
 
     def main(self, config, *, on_synced):
         """Rank 0, with neither Ray nor a real controller behind it."""
-        main = object.__new__(MainRank)
-        main.plan = SimpleNamespace(config=config, incarnation=INCARNATION)
-        main.client, main.canary, main._newest = self, canary_tokens(PROMPTS), None
-        main._collected, main._sender = None, self
-        main._publisher, main.report = Publisher(), Absent()
-        main.published_as = INCARNATION, torch.float32
-        main._announcements = Announcements(main._publisher, on_synced=on_synced)
-        main._references = ReferenceSchedule(config)
-        return main
+        questions = [SimpleNamespace(input_token_ids=ids) for ids in PROMPTS]
+        plan = SimpleNamespace(config=config, incarnation=INCARNATION, questions=questions)
+        publisher = Publisher(FakeCluster())
+        weights = Publication(plan, publisher, sender=self)
+        weights.announcements.on_synced = on_synced
+        return SimpleNamespace(weights=weights, client=client_of(self), report=Absent())
 
     def send(self, client, snapshot, tensors, *, timeout_s):
         """Over devices, whose tensors all ranks gather."""
@@ -89,9 +86,6 @@ class World:
 
 def publish_thrice(rank, *, tied, moves_reference=False, error_nats=0.0, transport="object_store"):
     """Publish, change the weights, publish, change nothing, publish."""
-    cluster.wait = lambda answer, *, timeout_s, who: answer
-    cluster.put_bytes, cluster.export_reference = np.copy, lambda reference: reference
-    cluster.import_reference = lambda exported: exported
     config = make_config(
         max_staleness=1,
         weight_transport=transport,
@@ -109,7 +103,7 @@ def publish_thrice(rank, *, tied, moves_reference=False, error_nats=0.0, transpo
     main = OtherRank() if rank else world.main(config, on_synced=reports.append)
     policy.register_forward_hook(lambda *_: forwards.append(1))
     ranks = Ranks(rank, dist.get_world_size(), learner.device, mesh)
-    weights = SampledData(ranks, learner, main, None)
+    weights = SampledData(ranks, learner, main, FakeCluster(), None)
     records = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())
@@ -121,7 +115,7 @@ def publish_thrice(rank, *, tied, moves_reference=False, error_nats=0.0, transpo
                     parameter.mul_(1.25)
             step.clocks = step.clocks.after(8)
         weights.publish(batches)
-        main.wait_announced()
+        main.weights.announcements.wait()
         sent.append({n: p.full_tensor().detach().clone() for n, p in hf_named_parameters(policy)})
     return {
         "over_devices": world.over_devices, "world": (world.told, world.snapshots), "sent": sent,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from local_ray import local_ray
 
-from async_grpo.cluster import cluster
+from async_grpo.cluster.cluster import Cluster
 from async_grpo.telemetry import gauges as module
 from async_grpo.telemetry.gauges import RayGauges, points
 from async_grpo.telemetry.schema import METRIC_BY_NAME, METRICS
@@ -100,7 +100,7 @@ def test_ray_serves_what_is_repeated_under_the_names_of_the_page(tmp_path, monke
 
     with local_ray(num_cpus=1) as ray:
         port = ray.nodes()[0]["MetricsExportPort"]
-        assert cluster.metrics_url().endswith(f":{port}/metrics")
+        assert Cluster().metrics_url().endswith(f":{port}/metrics")
         gauges = RayGauges("first")
         gauges.see_evaluation({"eval_accuracy": 0.25, "num_correct": 3})
         gauges.see_step(ROW)

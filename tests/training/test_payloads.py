@@ -1,11 +1,11 @@
 """A rank has what teachers said before it agrees to train it, or has it made again."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from fake_cluster import FakeCluster, client_of
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle import make_sample
@@ -43,14 +43,15 @@ def payload_of(index, version, width):
     }
 
 
-class Client:
+class Lossy(FakeCluster):
     """A controller and its store, in which objects are lost as often as the script says."""
 
-    def __init__(self, monkeypatch, *losses):
+    def __init__(self, *losses, items=()):
+        super().__init__()
+        self.items = items  # the first answer of its stream
         self.losses = list(losses)  # each time: which samples' payloads are lost
         self.asked, self.waits, self.fetches = [], [], []
-        fakes = SimpleNamespace(fetch=self.fetch, wait=self.wait)
-        monkeypatch.setattr(stream, "cluster", fakes)
+        self.client = client_of(self, self)
 
     def fetch(self, references, *, timeout_s, owner):
         lost = self.losses.pop(0) if self.losses else ()
@@ -59,31 +60,31 @@ class Client:
         self.fetches.append((timeout_s, owner))
         return [None if i in lost else payload_of(i, version, 3) for i, version in references]
 
-    def taught_again(self, rank, index, keys):
+    def taught_again(self, run, rank, index, keys):
         self.asked.append((rank, index, [key[2] for key in keys]))
         return len(self.asked)
 
     def wait(self, version, *, timeout_s, who):
+        if version is self.items:
+            return version
         self.waits.append((timeout_s, who))
         lost = self.asked[-1][2]
         fresh = minibatch(*[A] * len(LENGTHS), version=version).samples
         old = minibatch(*[A] * len(LENGTHS)).samples
         return Minibatch(4, tuple(fresh[i] if i in lost else old[i] for i in range(len(LENGTHS))))
 
-    def next_items(self, rank, index):
-        return "next", rank, index
-
-    def hungry(self, index):
-        pass
+    def next_items(self, run, rank, index):
+        return self.items
 
 
-def fetched(client, item=None):
-    item = item or minibatch(A, A, A)
-    return fetch_payloads(item, client, rank=1, index=6, timeout_s=STALL_S, teachers=[A])
+def fetched(lossy):
+    return fetch_payloads(
+        minibatch(A, A, A), lossy.client, rank=1, index=6, timeout_s=STALL_S, teachers=[A]
+    )
 
 
-def test_payloads_come_beside_the_scores_and_no_ticket_stays(monkeypatch):
-    client = Client(monkeypatch)
+def test_payloads_come_beside_the_scores_and_no_ticket_stays():
+    client = Lossy()
     found = fetched(client)
     assert client.fetches == [(deadlines.PAYLOADS_FETCHED_S, "the controller")]
     for index, taught in enumerate(found.samples):
@@ -94,8 +95,8 @@ def test_payloads_come_beside_the_scores_and_no_ticket_stays(monkeypatch):
     assert found.round_index == 4
 
 
-def test_what_is_lost_is_asked_for_again_and_nothing_else(monkeypatch):
-    client = Client(monkeypatch, (1,), (0, 2), ())
+def test_what_is_lost_is_asked_for_again_and_nothing_else():
+    client = Lossy((1,), (0, 2), ())
     found = fetched(client)
     assert client.asked == [(1, 6, [1]), (1, 6, [0, 2])]
     assert client.waits == [(STALL_S, "the controller")] * 2
@@ -103,8 +104,8 @@ def test_what_is_lost_is_asked_for_again_and_nothing_else(monkeypatch):
     assert values == [2, 10, 22]  # of the answer that was asked for last
 
 
-def test_a_payload_that_is_always_lost_ends_the_run_in_one_sentence(monkeypatch):
-    client = Client(monkeypatch, *[(2,)] * 99)
+def test_a_payload_that_is_always_lost_ends_the_run_in_one_sentence():
+    client = Lossy(*[(2,)] * 99)
     with pytest.raises(WorkerError, match=rf"minibatch 6 was lost {MAX_LOSSES} times: look at"):
         fetched(client)
     assert len(client.fetches) == MAX_LOSSES
@@ -138,43 +139,38 @@ def test_several_teachers_have_one_width_and_each_token_says_whose_it_is():
     assert {array.dtype for array in numbers} == {np.dtype(np.int32)}
 
 
-def rank_stream(monkeypatch, client, items, *, agree=int):
-    def wait(reference, **options):
-        is_next = isinstance(reference, tuple)  # else what was asked for again
-        return items if is_next else client.wait(reference, **options)
-
-    monkeypatch.setattr(stream.ray, "wait", lambda refs, timeout: (refs, []))
-    monkeypatch.setattr(stream.cluster, "wait", wait)
-    return stream.RankStream(client, rank=1, stall_timeout_s=STALL_S, agree=agree, teachers=[A])
+def rank_stream(lossy, *, agree=int):
+    return stream.RankStream(
+        lossy.client, rank=1, stall_timeout_s=STALL_S, agree=agree, teachers=[A]
+    )
 
 
-def test_a_rank_agrees_with_its_payloads_in_hand(monkeypatch):
-    client, seen = Client(monkeypatch, (1,), ()), []
+def test_a_rank_agrees_with_its_payloads_in_hand():
+    items = (minibatch(A, A, A), EndOfStep(0, 0, False, num_samples=3, num_tokens=6))
+    client, seen = Lossy((1,), (), items=items), []
 
     def agree(proposal):
         seen.append((proposal, len(client.fetches)))
         return proposal
 
-    items = (minibatch(A, A, A), EndOfStep(0, 0, False, num_samples=3, num_tokens=6))
-    ranks = rank_stream(monkeypatch, client, items, agree=agree)
+    ranks = rank_stream(client, agree=agree)
     item = next(ranks)
     assert seen == [(stream.READY, 2)]
     assert all("teacher.hidden" in taught.scores for taught in item.samples)
     assert next(ranks) is items[1]
 
 
-def test_an_item_without_tickets_is_passed_on(monkeypatch):
-    client = Client(monkeypatch)
+def test_an_item_without_tickets_is_passed_on():
     empty = Minibatch(0, ())
-    assert next(rank_stream(monkeypatch, client, (empty,))) is empty
+    client = Lossy(items=(empty,))
+    assert next(rank_stream(client)) is empty
     assert client.fetches == []
 
 
-def test_payloads_that_end_with_their_owner_are_a_run_that_is_lost_to_all_ranks(monkeypatch):
-    client, seen = Client(monkeypatch, ProcessLostError("the controller has ended")), []
-    ranks = rank_stream(
-        monkeypatch, client, (minibatch(A, A, A),), agree=lambda own: seen.append(own) or own
-    )
+def test_payloads_that_end_with_their_owner_are_a_run_that_is_lost_to_all_ranks():
+    lost, seen = ProcessLostError("the controller has ended"), []
+    client = Lossy(lost, items=(minibatch(A, A, A),))
+    ranks = rank_stream(client, agree=lambda own: seen.append(own) or own)
     with pytest.raises(RunLost, match="the controller has ended"):
         next(ranks)
     assert seen == [stream.LOST]

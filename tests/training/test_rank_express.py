@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from fake_cluster import FakeCluster
 from oracle import make_sample
 from rollout.tiny_models import load_model, make_model
 
 from async_grpo.algorithms.express import ExpressGroup, ExpressTeacher
-from async_grpo.cluster import cluster
 from async_grpo.model.scorer import Scorer
 from async_grpo.training.express_receiver import LOGITS, ExpressReceiver
 from async_grpo.types import Minibatch
@@ -82,12 +82,9 @@ def pool():
         yield threads
 
 
-@pytest.fixture(autouse=True)
-def calls_are_futures(monkeypatch):
-    def wait(call, *, timeout_s, who):
+class Futures(FakeCluster):
+    def wait(self, call, *, timeout_s, who):
         return call.result(timeout_s)
-
-    monkeypatch.setattr(cluster, "wait", wait)
 
 
 def minibatch(first, count):
@@ -118,6 +115,7 @@ def express(ranks, workers, *, teachers=(2, 1)):
         teachers=teachers,
         width=WIDTH,
         temperature=TEMPERATURE,
+        cluster=Futures(),
         workers=lambda: [(INFO, w) for w in workers],
     )
 

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from fake_cluster import FakeCluster
 from oracle import tiny_model
 from ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from async_grpo.cluster import cluster
 from async_grpo.model.policy import PolicyModel, hf_named_parameters
 from async_grpo.training.fsdp import local_shards
 from async_grpo.types import WeightsVersion
@@ -24,15 +24,17 @@ CPU = torch.device("cpu")
 BUCKET_BYTES = 6_000  # so that the tiny model needs several rounds
 
 
-class Store:
+class Store(FakeCluster):
     """The object store of one rank's machine."""
 
     def __init__(self):
+        super().__init__()
         self.held, self.fails = {}, False
-        cluster.put_bytes, cluster.export_reference = self.put, lambda reference: reference.key
-        cluster.import_reference = lambda exported: exported
 
-    def put(self, data):
+    def export_reference(self, reference):
+        return reference.key
+
+    def put_bytes(self, data):
         if self.fails:
             raise WeightSyncError("the object store of this node did not take it")
         reference = Reference()
@@ -71,7 +73,7 @@ def all_of_it(rank, *, mesh_shape, tied):
     names = ("replicas", "shards") if len(mesh_shape) == 2 else None
     policy = sharded(init_device_mesh("cpu", mesh_shape, mesh_dim_names=names), tied=tied)
     options = {"device": CPU, "dtype": torch.bfloat16, "bucket_bytes": BUCKET_BYTES}
-    collector = Collector(Shards.of(policy), **options)
+    collector = Collector(Shards.of(policy), store, **options)
     snapshot = collect(collector, policy, 1)
     expected = {n: p.full_tensor().detach().clone() for n, p in hf_named_parameters(policy)}
     first = dict(store.held), snapshot
@@ -90,7 +92,7 @@ def all_of_it(rank, *, mesh_shape, tied):
         snapshot = collect(collector, policy, batches)
         num_own.append(len(collector._own))
     del snapshot
-    patched = with_deltas(policy, shards)
+    patched = with_deltas(policy, shards, store)
     collector.collect(local_shards(policy), version=WeightsVersion(3, 7)).wait()
     num_own.append(len(collector._own))
     kept = {key: data for key, (data, _) in first[0].items()}
@@ -102,10 +104,10 @@ def all_of_it(rank, *, mesh_shape, tied):
     }  # fmt: skip
 
 
-def with_deltas(policy, shards):
+def with_deltas(policy, shards, store):
     """Two versions between which each rank moves one number."""
     collector = Collector(
-        Shards.of(policy), device=CPU, dtype=torch.bfloat16, bucket_bytes=BUCKET_BYTES,
+        Shards.of(policy), store, device=CPU, dtype=torch.bfloat16, bucket_bytes=BUCKET_BYTES,
         with_deltas=True,
     )  # fmt: skip
     snapshots = [collect(collector, policy, 1)]

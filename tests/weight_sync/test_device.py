@@ -5,8 +5,8 @@ import time
 from dataclasses import replace
 
 import pytest
+from fake_cluster import client_of
 
-from async_grpo.cluster import cluster
 from async_grpo.config.roles import GENERATION
 from async_grpo.types import WeightsSnapshot, WeightsVersion, WorkerInfo
 from async_grpo.util.errors import ConfigError, DeadlineError, ProcessLostError, WorkerError
@@ -83,7 +83,7 @@ class Bench:
     def send(self, snapshot):
         self.gathered.clear()
         started = time.monotonic()
-        self.sender.send(self, snapshot, self.gather(), timeout_s=TIMEOUT_S)
+        self.sender.send(client_of(self), snapshot, self.gather(), timeout_s=TIMEOUT_S)
         assert self.gathered == [0, 1, 2, 3, 4], "other ranks would wait for ever"
         return time.monotonic() - started
 
@@ -91,16 +91,6 @@ class Bench:
 def worker(name, *, pid=1):
     info = WorkerInfo(name, "generation", "n", pid, "m", 128, 8.0, 0.0, 512, devices=("GPU-a",))
     return replace(info, confinement={"programs of the model": ""})  # as one has that grades too
-
-
-@pytest.fixture(autouse=True)
-def calls_answer_at_once(monkeypatch):
-    def wait(answer, *, timeout_s, who):
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    monkeypatch.setattr(cluster, "wait", wait)
 
 
 def test_one_link_leads_to_all_workers_and_is_used_again():

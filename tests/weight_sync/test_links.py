@@ -1,20 +1,18 @@
 """The trainer's calls to all workers: their order is vLLM's, and they have one deadline."""
 
 import time
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from fake_cluster import PENDING, FakeActor, FakeCluster
 
-from async_grpo.cluster import cluster
 from async_grpo.types import WeightsVersion, WorkerInfo
 from async_grpo.util.errors import DeadlineError, WeightSyncError, WorkerError
 from async_grpo.weight_sync.buckets import pack, tensor_bytes
 from async_grpo.weight_sync.publisher import device_tensors
 from async_grpo.weight_sync.transport import WorkersClient
 
-PENDING = object()
 NAMED = [(f"w{i}", torch.full((i + 1, 700), float(i))) for i in range(9)]
 
 
@@ -23,53 +21,23 @@ def snapshot_of(named, batches):
     return pack(iter(named), put=np.copy, version=version, bucket_bytes=40_000)
 
 
-class FakeHandle:
-    """An actor whose calls are recorded, and answered with what `answers` says."""
-
-    def __init__(self, **answers):
-        self.calls, self.answers = [], answers
-
-    def __getattr__(self, method):
-        def remote(*arguments):
-            self.calls.append((method, *arguments))
-            return self.answers.get(method)
-
-        return SimpleNamespace(remote=remote)
-
-
-@pytest.fixture(autouse=True)
-def waits(monkeypatch):
-    """Who was waited for; an answer that is an error is raised, one that is PENDING never comes."""
-    seen = []
-
-    def wait(call, *, timeout_s, who):
-        seen.append(who)
-        if isinstance(call, Exception):
-            raise call
-        return call
-
-    monkeypatch.setattr(cluster, "wait", wait)
-    monkeypatch.setattr(cluster, "is_ready", lambda call: call is not PENDING)
-    return seen
-
-
 def worker(name, num_devices):
     devices = tuple(f"GPU-{name}{i}" for i in range(num_devices))
     return WorkerInfo(name, "generation", "n", 1, "m", 128, 8.0, 0.0, 512, devices=devices)
 
 
-def client_of(*handles, timeout_s=10.0):
+def client_of(*handles, timeout_s=10.0, cluster=None):
     failures, snapshot = [], snapshot_of(NAMED, 3)
     members = {worker(f"w{i}", 2): handle for i, handle in enumerate(handles)}
-    client = WorkersClient(members)
+    client = WorkersClient(members, cluster or FakeCluster())
     deadline = time.monotonic() + timeout_s
     client.prepare(snapshot, deadline=deadline, on_failure=failures.append)
     return client, failures, snapshot
 
 
-def test_vllms_four_calls_reach_all_workers_each_with_ranks_of_its_own(waits):
-    handles = [FakeHandle(), FakeHandle()]
-    client, failures, snapshot = client_of(*handles)
+def test_vllms_four_calls_reach_all_workers_each_with_ranks_of_its_own():
+    handles, cluster = [FakeActor(), FakeActor()], FakeCluster()
+    client, failures, snapshot = client_of(*handles, cluster=cluster)
     client.init_weight_transfer_engine({"world_size": 5, "rank_offset": 1})
     client.start_weight_update()
     client.update_weights({"names": ["w0"]})
@@ -80,13 +48,12 @@ def test_vllms_four_calls_reach_all_workers_each_with_ranks_of_its_own(waits):
         assert received[:3] == ("receive_weights", snapshot, {"names": ["w0"]})
         assert 5 < received[3] <= opened[2] <= 10, "the workers keep the same deadline"
     assert not failures
-    assert waits == ["generation worker w0", "generation worker w1"] * 2
+    waited = [who for who, _ in cluster.waited]
+    assert waited == ["generation worker w0", "generation worker w1"] * 2
 
 
 def test_an_update_has_one_deadline_and_who_misses_it_is_named():
-    client, failures, _ = client_of(
-        FakeHandle(), FakeHandle(receive_weights=PENDING), timeout_s=0.2
-    )
+    client, failures, _ = client_of(FakeActor(), FakeActor(receive_weights=PENDING), timeout_s=0.2)
     client.init_weight_transfer_engine({"rank_offset": 1})
     started = time.monotonic()
     with pytest.raises(DeadlineError, match="from worker w1"):
@@ -97,7 +64,7 @@ def test_an_update_has_one_deadline_and_who_misses_it_is_named():
 
 @pytest.mark.parametrize("error", [WeightSyncError("another model"), WorkerError("died")])
 def test_a_failure_is_told_at_once_and_raised_though_others_go_on(error):
-    first, second = FakeHandle(receive_weights=PENDING), FakeHandle(receive_weights=error)
+    first, second = FakeActor(receive_weights=PENDING), FakeActor(receive_weights=error)
     client, failures, _ = client_of(first, second)
     started = time.monotonic()
     with pytest.raises(type(error)):
@@ -108,7 +75,7 @@ def test_a_failure_is_told_at_once_and_raised_though_others_go_on(error):
 def test_the_parameters_of_a_snapshot_are_those_that_were_gathered():
     snapshot = snapshot_of(NAMED, 0)
     assert len(snapshot.buckets) > 2
-    sent = list(device_tensors(snapshot, torch.device("cpu")))
+    sent = list(device_tensors(FakeCluster(), snapshot, torch.device("cpu")))
     assert [name for name, _ in sent] == [name for name, _ in NAMED]
     for (_, tensor), (_, original) in zip(sent, NAMED, strict=True):
         assert torch.equal(tensor, original)
@@ -119,7 +86,7 @@ def test_damaged_bytes_are_not_sent():
     snapshot.buckets[1].data[5] ^= np.uint8(1)
     sent = []
     with pytest.raises(WeightSyncError, match="checksum"):
-        for name, _ in device_tensors(snapshot, torch.device("cpu")):
+        for name, _ in device_tensors(FakeCluster(), snapshot, torch.device("cpu")):
             sent.append(name)
     end = snapshot.buckets[0].pieces[-1]
     whole = [m.name for m in snapshot.tensors if m.offset_bytes + tensor_bytes(m) <= sum(end)]

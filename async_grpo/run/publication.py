@@ -1,0 +1,218 @@
+"""Rank 0's half of publishing weights: what each role serves, and who is told of it when.
+
+Every rank gathers its share (`sampled_data.SampledData`); rank 0 sends and announces the whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from async_grpo.algorithms.find import find_algorithm
+from async_grpo.batching.records import BatcherPlan
+from async_grpo.checkpoint.resume import Start
+from async_grpo.checkpoint.tensors import read_reference
+from async_grpo.cluster.handles import RunClient
+from async_grpo.config.roles import GENERATION, REFERENCE
+from async_grpo.training.ranks import Absent
+from async_grpo.types import (
+    CanaryRow,
+    PublishReport,
+    WeightsSnapshot,
+    WeightsVersion,
+    canary_tokens,
+)
+from async_grpo.util import deadlines
+from async_grpo.util.errors import AsyncGrpoError, ProcessLostError, WorkerError
+from async_grpo.weight_sync.buckets import NamedTensors
+from async_grpo.weight_sync.publisher import Collected, Publisher
+from async_grpo.weight_sync.reference_schedule import ReferenceSchedule
+from async_grpo.weight_sync.sync_report import SyncReport, summarise_sync, sync_complaints
+from async_grpo.weight_sync.transport import DeviceSender
+
+logger = logging.getLogger(__name__)
+Due = Mapping[str, WeightsSnapshot]  # by role
+
+
+class Publication:
+    """The weights of a run as rank 0 publishes them."""
+
+    def __init__(
+        self, plan: BatcherPlan, publisher: Publisher, *, sender: DeviceSender | None
+    ) -> None:
+        """`sender` sends weights over devices, ahead of the object store."""
+        config = plan.config
+        self.published_as = plan.incarnation, publisher.dtype
+        self.canary = canary_tokens(question.input_token_ids for question in plan.questions)
+        self._publisher = publisher
+        self.announcements = Announcements(publisher)
+        self._sender = sender
+        self._references = ReferenceSchedule(config)
+        self._has_reference = find_algorithm(config).needs_reference
+        self._newest: WeightsSnapshot | None = None
+        self._collected: tuple[Collected, tuple[CanaryRow, ...]] | None = None  # since `_newest`
+
+    def collected(self, newest: Collected, canary: tuple[CanaryRow, ...]) -> None:
+        """Take the newest weights, to be announced, and how the trainer scores with them."""
+        self._collected = newest, canary
+
+    def send(self, client: RunClient, tensors: NamedTensors) -> None:
+        """Send the newest weights over devices, ahead of their announcement; collective."""
+        assert self._collected is not None and self._sender is not None, "as configured"
+        self._sender.send(
+            client,
+            self._whole(*self._collected),
+            tensors,
+            timeout_s=deadlines.WEIGHTS_APPLIED_S / 2,  # the object store keeps as much
+        )
+
+    def announce(self, client: RunClient, num_batches: int) -> None:
+        """Announce the newest weights as those after `num_batches` batches, in a thread."""
+        version = WeightsVersion(self.published_as[0], num_batches)
+        self.announcements.begin(client, lambda: self._due(version))
+
+    def _due(self, version: WeightsVersion) -> Due:
+        """What each role serves with the weights of `version`; waits until they are stored."""
+        if self._collected is not None:
+            self._newest, self._collected = self._whole(*self._collected), None
+        assert self._newest is not None, "weights are collected before they are announced"
+        if self._newest.version != version:
+            self._newest = self._newest.renamed(version)
+        due = {GENERATION: self._newest}
+        if self._has_reference:
+            reference = self._references.completed(self._newest)
+            due |= {REFERENCE: reference} if reference else {}
+        return due
+
+    def _whole(self, newest: Collected, canary: tuple[CanaryRow, ...]) -> WeightsSnapshot:
+        snapshot = newest.wait()
+        assert snapshot is not None, "rank 0 gets the snapshot"
+        return replace(snapshot, canary=canary)
+
+    def restore_first_reference(self, snapshot: WeightsSnapshot | None) -> None:
+        """Take the run's first weights for the reference of a resumed run."""
+        assert snapshot is not None, "rank 0 gets the snapshot"
+        self._references.restore(snapshot)
+
+    def restore_moved_references(self, start: Start) -> None:
+        """Take the later weights of the reference from a checkpoint."""
+        for batches in start.state["references"]:
+            saved = read_reference(Path(str(start.folder)), batches)
+            version = WeightsVersion(self.published_as[0], batches)
+            self._references.restore(self._publisher.pack(saved, version=version))
+
+    def references_to_save(self, batches: int) -> tuple[WeightsSnapshot, ...]:
+        """Return what a checkpoint after `batches` holds of the reference, once it has moved."""
+        self.announcements.wait_prepared()
+        return self._references.to_save(batches)
+
+
+class OthersPublication(Absent):
+    """What a rank other than 0 has of it: its share of what all ranks gather."""
+
+    canary = canary_tokens(())
+    published_as: tuple[int, torch.dtype]  # rank 0 shares its own
+    announcements = Absent()
+
+    def send(self, client: RunClient, tensors: NamedTensors) -> None:
+        for _ in tensors:
+            pass
+
+
+class Announcements:
+    """Rank 0 tells the controller of new weights from a thread, so that the ranks train meanwhile.
+
+    consumes:     snapshots, in the order of their versions, when all ranks have stored their share
+    produces:     workers that serve them, then the batcher's permission to use them
+    waits for:    the workers' acknowledgements
+    unblocked by: each worker's deadline
+
+    One at a time; remembers what each role serves. An announcement that fails because the
+    controller was lost is no error: what every role serves is announced again to the next one.
+    """
+
+    def __init__(self, publisher: Publisher) -> None:
+        self.on_synced: Callable[[SyncReport], None] = lambda sync: None  # of the policy
+        self._publisher = publisher
+        self._serves: dict[str, WeightsSnapshot] = {}  # by role
+        self._has_served = False
+        self._has_told_of_kept = False
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="announce-weights")
+        self._running: Future[None] | None = None
+        self._due: Future[Due] | None = None
+
+    def begin(self, client: RunClient, prepare: Callable[[], Due]) -> None:
+        """Have each role serve what `prepare` returns from now on; `wait` has returned before."""
+        self._due = due = self._thread.submit(prepare)
+        self._running = self._thread.submit(self._announce, client, due)
+
+    def wait_prepared(self) -> None:
+        """Return when it is known what the last announcement brings to whom; raise what failed."""
+        if self._due is not None:
+            self._due.result()
+
+    def wait(self) -> None:
+        """Return when the last announcement has been acknowledged; raise what ended it."""
+        if self._running is not None:
+            self._running.result()
+
+    def repeat(self, client: RunClient) -> None:
+        """Tell a controller that knows no weights of those that every role serves."""
+        if self._serves:
+            self._tell(client, self._serves)
+
+    def close(self) -> None:
+        """Begin no more; one that still runs is left to its deadline."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _announce(self, client: RunClient, prepared: Future[Due]) -> None:
+        try:
+            due = prepared.result()
+            self._serves |= due
+            self._tell(client, due)
+        except ProcessLostError as error:
+            logger.info("new weights wait for the next controller: %s", error)
+        except Exception as error:  # the boundary of a thread: the ranks must hear of it
+            with contextlib.suppress(AsyncGrpoError):  # they hear of the first error
+                aborted = client.ask(client.controller.abort, str(error))
+                client.wait(aborted, timeout_s=deadlines.ANSWER_S)
+            raise
+
+    def _tell(self, client: RunClient, due: Due) -> None:
+        newest = due[GENERATION]
+        for snapshot in dict.fromkeys((newest, *due.values())):
+            roles, started = tuple(r for r, s in due.items() if s is snapshot), time.monotonic()
+            reports = self._publisher.announce(
+                client, snapshot, roles=roles, timeout_s=deadlines.WEIGHTS_APPLIED_S
+            )
+            for role, report in reports.items():
+                reasons = "; ".join(report.failures.values())
+                # Later on workers were lost that had served: others, or successors, will come.
+                if not self._has_served and reasons and not report.acks:
+                    raise WorkerError(f"no {role} worker could load the weights: {reasons}")
+            if snapshot is newest:
+                self._report(snapshot, reports[GENERATION], seconds=time.monotonic() - started)
+        self._has_served = True
+        told = client.ask(client.controller.published, newest.version)
+        client.wait(told, timeout_s=deadlines.ANSWER_S)
+
+    def _report(self, snapshot: WeightsSnapshot, report: PublishReport, *, seconds: float) -> None:
+        for complaint in sync_complaints(snapshot, report):
+            logger.warning("%s", complaint)
+        summary = summarise_sync(snapshot, report, seconds=seconds)
+        if summary.kept_tokens and not self._has_told_of_kept:
+            self._has_told_of_kept = True
+            logger.warning(
+                "log-probabilities of tokens that are sampled over an update are of mixed weights: "
+                "workers with --keep-kv-cache keep the caches of running requests, now of %d "
+                "tokens; the metric kept_tokens counts them",
+                summary.kept_tokens,
+            )
+        self.on_synced(summary)
