@@ -141,7 +141,7 @@ def served(model: str, output: Path, engines: Mapping[str, Any]) -> Iterator[Ser
         return run
 
     run, controller = begin(), find_or_make_controller(Cluster())
-    address = free_address(config)
+    address = free_address(config.places)
     assert address is not None
     gateway = start_gateway(plan, ControllerClient(Cluster(), controller), address)
     lines = (output / ADDRESS_FILE).read_text().splitlines()

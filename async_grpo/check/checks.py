@@ -244,7 +244,7 @@ def check_rewards(setup: Setup, facts: Facts) -> Iterator[Finding]:
             yield Finding("waits", "reward", text)
             continue
         if verdict.status == "error":
-            said = tried(partial(refuse_or_describe, verdict, question, setup.train))
+            said = tried(partial(refuse_or_describe, verdict, question, setup.train.data))
             if isinstance(said, AsyncGrpoError):
                 yield from refused("reward", said)
             else:

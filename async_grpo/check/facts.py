@@ -96,7 +96,7 @@ def _places(setup: Setup) -> dict[str, object]:
         if isinstance(at, str):
             found["cluster"] = tried(lambda: head.resources_of(at))
     if config.places.gateway:
-        found["gateway"] = tried(lambda: ":".join(map(str, free_address(config) or ())))
+        found["gateway"] = tried(lambda: ":".join(map(str, free_address(config.places) or ())))
     unfit = (*unfit_packages(), *broken_interfaces())
     return {**found, "start": tried(lambda: _start(config)), "unfit": unfit}
 

@@ -67,7 +67,7 @@ def try_here(
     graded = [q for q in questions if not grades_itself(config.data.environment_of(q.dataset_type))]
     pools = [w for w in workers if w.role in (GENERATION, VERIFIER) and w.reward_names]
     for worker in pools:
-        check_names(worker.reward_names, config)
+        check_names(worker.reward_names, config.data, config.evaluation)
     tried = []
     for worker in pools:
         found = verifier_config(worker)
@@ -97,7 +97,7 @@ async def _try(
         rewards = replace(found.rewards(num_cores=1), groupwise=sandbox.groupwise)
         trials: list[Trial] = []
         for question in questions:
-            request = request_of(question, config, rewards=rewards)
+            request = request_of(question, config.data, config.evaluation, rewards=rewards)
             sample = adapter_sample(request.outputs[0])
             verdicts: Sequence[Verdict | None] = (None,)
             with contextlib.suppress(TimeoutError):

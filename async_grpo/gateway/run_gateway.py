@@ -25,7 +25,7 @@ from async_grpo.cluster.cluster import Cluster
 from async_grpo.cluster.handles import CONTROLLER, WHO, ControllerClient, RunClient, call, work
 from async_grpo.config.command_options import TOKEN_VARIABLE
 from async_grpo.config.roles import GENERATION
-from async_grpo.config.train_config import TrainConfig
+from async_grpo.config.run_options import PlaceOptions
 from async_grpo.environments.chat.dialogue import Dialogue
 from async_grpo.environments.chat.find import find_renderer, find_tokenizer
 from async_grpo.environments.chat.messages import ToolSpec
@@ -54,7 +54,8 @@ class Gateway:
 
     def __init__(
         self,
-        config: TrainConfig,
+        model: str,
+        renderer: str,
         sampling: SamplingContract,
         *,
         incarnation: int,
@@ -63,12 +64,11 @@ class Gateway:
         max_model_len: int,
     ) -> None:
         """`max_model_len`: of every engine, in tokens."""
-        model = config.places.model_name_or_path
         tokenizer = find_tokenizer(model)  # seconds, before anybody asks
         engines = Engines(incarnation)
 
         async def make_dialogue(tools: Sequence[ToolSpec]) -> Dialogue:
-            return Dialogue(find_renderer(model, config.data.renderer), tools=tools)
+            return Dialogue(find_renderer(model, renderer), tools=tools)
 
         def make_session() -> Session:
             policy = RunPolicy(engines, sampling, max_model_len=max_model_len)
@@ -148,11 +148,11 @@ class Engines:
         raise ProcessLostError(NO_RUN)
 
 
-def free_address(config: TrainConfig) -> tuple[str, int] | None:
+def free_address(places: PlaceOptions) -> tuple[str, int] | None:
     """Of `--gateway`, if it is given, with a port that is free now; raises `ConfigError`."""
-    if not config.places.gateway:
+    if not places.gateway:
         return None
-    host, port = config.places.gateway_place
+    host, port = places.gateway_place
     with listening(host, port) as found:
         return host, found.getsockname()[1]
 
@@ -161,13 +161,14 @@ def start_gateway(
     plan: BatcherPlan, client: ControllerClient, address: tuple[str, int]
 ) -> GatewayHandle:
     """An actor that listens, and ends with this process; the token lies in the output folder."""
-    members = client.controller.members.remote(GENERATION)
+    config, members = plan.config, client.controller.members.remote(GENERATION)
     engines = client.wait(members, timeout_s=deadlines.ANSWER_S)
     token = os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(24)
     # Ray starts it again at the same address; clients open their sessions again.
     actor = client.cluster.actor(Gateway, max_concurrency=1000, max_restarts=-1)
     gateway: GatewayHandle = actor.remote(
-        plan.config,
+        config.places.model_name_or_path,
+        config.data.renderer,
         plan.sampling,
         incarnation=plan.incarnation,
         address=address,
@@ -175,7 +176,7 @@ def start_gateway(
         max_model_len=min(info.max_model_len for info in engines),
     )
     url = client.cluster.wait(gateway.url.remote(), timeout_s=deadlines.ANSWER_S, who="the gateway")
-    file = Path(plan.config.recording.output_dir, ADDRESS_FILE)
+    file = Path(config.recording.output_dir, ADDRESS_FILE)
     file.unlink(missing_ok=True)
     file.touch(mode=0o600)
     file.write_text(f"OPENAI_BASE_URL={url}/v1\nOPENAI_API_KEY={token}\n")

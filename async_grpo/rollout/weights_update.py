@@ -253,7 +253,8 @@ async def fetch_bytes(
     from ray.exceptions import ObjectFetchTimedOutError, ObjectLostError, RayError
 
     try:
-        return await asyncio.wait_for(_as_coroutine(bucket.data), timeout_s)
+        async with asyncio.timeout(timeout_s):
+            return await bucket.data
     except TimeoutError:
         raise WeightSyncError(
             f"a bucket of {bucket.size_bytes} bytes of weights did not arrive within "
@@ -267,7 +268,3 @@ async def fetch_bytes(
         raise (SnapshotLostError if lost else WeightSyncError)(
             f"a bucket of weights is lost, its sender has probably died: {type(error).__name__}"
         ) from None
-
-
-async def _as_coroutine(reference: Awaitable[NDArray[np.uint8]]) -> NDArray[np.uint8]:
-    return await reference

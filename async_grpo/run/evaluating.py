@@ -23,7 +23,7 @@ from async_grpo.run.companions import start_recorder, start_witness
 from async_grpo.run.data import load_sets
 from async_grpo.run.preparation import demand_of, plan_run
 from async_grpo.run.recruitment import recruit
-from async_grpo.run.reward_trial import try_rewards
+from async_grpo.run.reward_trial import try_all_rewards
 from async_grpo.training.stream import Standstill
 from async_grpo.types import EvaluationResult, ResumePoint, WeightsSnapshot, WeightsVersion
 from async_grpo.types.worker_info import confinement_in_words
@@ -48,8 +48,7 @@ def evaluate(cluster: Cluster, config: TrainConfig) -> EvaluationResult:
     for worker in recruit(controller, demand_of(config, facts, plan)):
         if any(worker.confinement.values()):
             logger.warning("%s", confinement_in_words(worker.confinement))
-    for each in plan.sets:
-        try_rewards(controller, [each.questions[0]], config, found=each.config)
+    try_all_rewards(controller, plan)
     witness = start_witness(cluster)
     recorder = start_recorder(config.recording, cluster, model=config.places.model_name_or_path)
     client = controller.begin_run(plan, witness, recorder, incarnation=plan.incarnation)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from async_grpo.config.train_config import TrainConfig
+from async_grpo.config.evaluation_sets import EvaluationSet
 from async_grpo.telemetry.estimates import Row, evaluation_row, in_words
 from async_grpo.telemetry.jsonl import to_json
 from async_grpo.types import AT_ONCE, Control, EvaluationResult, WeightsVersion
@@ -130,17 +130,25 @@ class EvaluationRecord:
 
     def __init__(
         self,
-        config: TrainConfig,
+        sets: Iterable[EvaluationSet],
         *,
+        is_due: Callable[[EvaluationSet, int], bool],
+        best_set: EvaluationSet | None,
+        metric: str,
+        has_types: bool,
         saved: Mapping[str, Any],
         write: Callable[[Row], None],
         write_best: Callable[[Best], None],
     ) -> None:
-        """`saved`: the `state` of the run that goes on. `write_best` hears of a new best one."""
-        self._config = config
+        """`is_due`: a set after so many batches. `metric`, of `best_set`, tells the best one.
+
+        `saved`: the `state` of the run that goes on. `write_best` hears of a new best one.
+        """
+        self._is_due, self._best_set, self._metric = is_due, best_set, metric
+        self._has_types = has_types
         self._best = Best(**saved["best"]) if saved.get("best") else None
         self._write_best = write_best
-        self._sets = {found.name: found for found in config.evaluation_sets}
+        self._sets = {found.name: found for found in sets}
         self._write = write
         self._open = {(mark["set"], mark["batch"]): Mark(**mark) for mark in saved.get("open", ())}
         self.newest = 0  # batches in the weights that were published last
@@ -160,7 +168,7 @@ class EvaluationRecord:
         """
         self.newest = batches
         for name, found in self._sets.items():
-            if evaluates or self._config.evaluates(found, batches):
+            if evaluates or self._is_due(found, batches):
                 self._open[name, batches] = Mark(name, batches, **totals)
         self.spared = self._to_spare()
 
@@ -172,8 +180,8 @@ class EvaluationRecord:
         mark = self._open.pop((result.name, result.version.batches), None)
         if mark is None:
             return None
-        has_types = bool(self._config.data.types)
-        measured = evaluation_row(result, self._sets[result.name], has_types=has_types)
+        found = self._sets[result.name]
+        measured = evaluation_row(result, found, has_types=self._has_types)
         row = dataclasses.asdict(mark) | measured
         self._write(row)
         self._compare(row)
@@ -184,7 +192,7 @@ class EvaluationRecord:
         """What is open has come to nothing; `but` these batches, which are evaluated again."""
         for mark in list(self._open.values()):
             found = self._sets.get(mark.set)
-            if found and (mark.batch != but or not self._config.evaluates(found, mark.batch)):
+            if found and (mark.batch != but or not self._is_due(found, mark.batch)):
                 version, samples = WeightsVersion(0, mark.batch), found.samples
                 lost = EvaluationResult(
                     mark.set, version, version, version, samples, (), 0.0, reason
@@ -193,7 +201,7 @@ class EvaluationRecord:
 
     def _compare(self, row: Row) -> None:
         """Of two equal ones the earlier stays the best."""
-        metric = self._config.evaluation.keep_best_checkpoint
+        metric = self._metric
         value = row.get(metric) if metric else None
         if value is not None and (
             self._best is None or self._best.metric != metric or value > self._best.value
@@ -205,7 +213,7 @@ class EvaluationRecord:
         self.spared = self._to_spare()
 
     def _to_spare(self) -> frozenset[int]:
-        found = self._config.best_set
+        found = self._best_set
         if found is None:
             return frozenset()
         waiting = {mark.batch for mark in self._open.values() if mark.set == found.name}

@@ -15,6 +15,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
+from functools import partial
 from threading import Event
 from typing import Protocol
 
@@ -60,7 +61,7 @@ def train_grpo(config: TrainConfig, ranks: Ranks, *, stop: Event | None = None) 
     with first_failure_recorded(record, ranks), main:
         cluster = Cluster.join(config.places.ray_address, namespace=config.places.namespace)
         learner = Learner.build(config, ranks)
-        with main.reporting(config, start) as report:
+        with main.reporting(partial(Report, config, start=start)) as report:
             data = SampledData(ranks, learner, main, cluster, stop)
             train(data, learner, ranks, report, record, start=start, hashes=main.hashes, stop=stop)
 

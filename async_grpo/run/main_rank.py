@@ -27,10 +27,8 @@ from threading import Event
 from typing import TYPE_CHECKING, Self
 
 from async_grpo.batching.records import BatcherPlan
-from async_grpo.checkpoint.resume import Start
 from async_grpo.cluster.cluster import Cluster
 from async_grpo.cluster.handles import ControllerClient, RunClient
-from async_grpo.config.train_config import TrainConfig
 from async_grpo.controller.find import find_or_make_controller
 from async_grpo.run.companions import start_recorder, start_witness
 from async_grpo.run.journals import ControlJournal
@@ -135,16 +133,16 @@ class MainRank:
         *,
         workers: Sequence[WorkerInfo] = (),
         hashes: Future[Mapping[str, str]] | None = None,
-        teacher_widths: Mapping[str, int],
+        teachers: Mapping[str, WorkerInfo],
         code: Mapping[str, str],
         gateway: GatewayHandle | None = None,
     ) -> None:
         """`workers`: that were there at the beginning. `code`: see `preparation.hash_code`.
 
-        `teacher_widths` are the vocabularies' sizes by name. The gateway ends with its handle.
+        `teachers`: a worker of each, by name. The gateway ends with its handle.
         """
         self.weights = weights
-        self.teacher_widths = teacher_widths
+        self.teacher_widths = {name: worker.vocab_size for name, worker in teachers.items()}
         self.hashes = hashes
         self.report: Report | Absent = Absent()
         self.run = run
@@ -168,16 +166,15 @@ class MainRank:
         self._watcher.close()
         self.run.end()
 
-    def reporting(
-        self, config: TrainConfig, start: Start
-    ) -> AbstractContextManager[Report | Absent]:
+    def reporting(self, make: Callable[..., Report]) -> AbstractContextManager[Report | Absent]:
         """Open the report of the run, in which the watcher shows what every stage does."""
-        gauges = RayGauges(config.recording.shown_name)
-        self.report = report = Report(config, start=start, code=self._code, gauges=gauges)
+        recording = self.run.plan.config.recording
+        gauges = RayGauges(recording.shown_name)
+        self.report = report = make(code=self._code, gauges=gauges)
         report.workers(self._workers)
         self.weights.announcements.on_synced = report.synced
         self._watcher.show, self._watcher.show_workers = report.status, report.workers
-        leave_connection(Path(config.recording.output_dir), self.run.cluster)
+        leave_connection(Path(recording.output_dir), self.run.cluster)
         if url := self.run.cluster.metrics_url():
             logger.info("metrics for Prometheus: %s", url)
         return report
@@ -254,7 +251,7 @@ class OtherRank(Absent):
     teacher_widths: Mapping[str, int]  # rank 0 shares its own, as the next one
     client: RunClient
 
-    def reporting(self, config: TrainConfig, start: Start) -> AbstractContextManager[Absent]:
+    def reporting(self, make: Callable[..., Report]) -> AbstractContextManager[Absent]:
         return self.report
 
     def finish_evaluations(self, ranks: Ranks, stop: Event) -> None:

@@ -42,7 +42,7 @@ from async_grpo.run.journals import CONTROL_FILE, pending_after
 from async_grpo.run.main_rank import MainRank, RunAtController
 from async_grpo.run.publication import Publication
 from async_grpo.run.recruitment import Demand, SetDemand, recruit, teachers_of
-from async_grpo.run.reward_trial import try_rewards
+from async_grpo.run.reward_trial import try_all_rewards
 from async_grpo.run.watch import RunRecord
 from async_grpo.types import (
     GivenPair,
@@ -70,12 +70,11 @@ def open_run(
 
     `devices` are the identities of every rank's, empty on a CPU.
     """
-    num_ranks = len(devices)
-    facts, address = check_model_folder(config.places.model_name_or_path), free_address(config)
+    num_ranks, places = len(devices), config.places
+    facts, address = check_model_folder(places.model_name_or_path), free_address(places)
     plan, longest_pair = _load(config, facts, start, num_ranks=num_ranks)
     questions = plan.questions
     hashes = hash_contents(config, facts, questions, pairs=plan.pairs, start=start)
-    places = config.places
     record.cluster = cluster = Cluster.join(places.ray_address, namespace=places.namespace)
     journal = start.source and pending_after(start.source / CONTROL_FILE, start.batches)
     plan = replace(
@@ -94,22 +93,16 @@ def open_run(
     warn_of_small_store(config, cluster, dtype=dtype, num_ranks=num_ranks)
     teachers = teachers_of(controller, config)
     hashes = with_teachers(hashes, teachers, start=start)
-    try_rewards(controller, first_of_each_file(config, questions), config)
-    for each in plan.sets:
-        try_rewards(controller, [each.questions[0]], config, found=each.config)
-    widths = {name: info.vocab_size for name, info in teachers.items()}
+    try_all_rewards(controller, plan, first_of_each_file(config, questions))
     gateway = start_gateway(plan, controller, address) if address else None
+    sender = open_sender(config.memory.weight_transport, cluster)
     main = MainRank(
         RunAtController(plan, cluster, recruit=partial(recruit, demand=demand)),
-        Publication(
-            plan,
-            Publisher(cluster, dtype=torch_dtype(dtype)),
-            sender=open_sender(config.memory.weight_transport, cluster),
-        ),
+        Publication(plan, Publisher(cluster, dtype=torch_dtype(dtype)), sender=sender),
         record,
         workers=workers,
         hashes=hashes,
-        teacher_widths=widths,
+        teachers=teachers,
         code=hash_code(config, workers),
         gateway=gateway,
     )

@@ -54,7 +54,7 @@ class Publication:
         self._publisher = publisher
         self.announcements = Announcements(publisher)
         self._sender = sender
-        self._references = ReferenceSchedule(config)
+        self._references = ReferenceSchedule(config.sampling)
         self._has_reference = find_algorithm(config).needs_reference
         self._newest: WeightsSnapshot | None = None
         self._collected: tuple[Collected, tuple[CanaryRow, ...]] | None = None  # since `_newest`

@@ -93,14 +93,20 @@ class Report:
         self._metrics = JsonlWriter(folder / METRICS_FILE)
         self._evaluations = JsonlWriter(folder / EVALUATIONS_FILE)
         self.evaluations = EvaluationRecord(
-            config,
+            config.evaluation_sets,
+            is_due=config.evaluates,
+            best_set=config.best_set,
+            metric=config.evaluation.keep_best_checkpoint,
+            has_types=bool(config.data.types),
             saved=evaluations,
             write=self._evaluations.write,
             write_best=lambda best: _write(folder / BEST_FILE, dataclasses.asdict(best)),
         )
         if start:
             self.evaluations.lost("the run was resumed after it", but=start.batches)
-        self._trackers = Trackers(config, first_step=self._totals.steps + 1)
+        self._trackers = Trackers(
+            config.recording, config.options(), first_step=self._totals.steps + 1
+        )
         self._gauges = gauges or Absent()
         self._declared = find_algorithm(config).metrics
         self._alarms = AlarmLog(

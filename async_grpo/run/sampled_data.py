@@ -21,7 +21,6 @@ from async_grpo.checkpoint.saving import Read
 from async_grpo.cluster.cluster import Cluster
 from async_grpo.cluster.handles import WHO, RunClient
 from async_grpo.config.roles import teacher
-from async_grpo.config.train_config import TrainConfig
 from async_grpo.model.collate import collate_pairs, split_by_row, to_device
 from async_grpo.model.lm_head import Head, Rescaling
 from async_grpo.run.main_rank import MainRank, OtherRank
@@ -223,18 +222,20 @@ def meet_teachers(
     need, config = learner.algorithm.teacher_need, learner.config
     if need is None:
         return
+    # The controller itself may wait as long as anything may stand still for a teacher to be free.
+    limit_s = config.places.stall_timeout_s + deadlines.ANSWER_S
     width_of, teachers = widths(), []
     for name in config.teacher_names:
-        head = _head(client, name, learner.device, config) if need.fetches_heads else None
+        head = None
+        if need.fetches_heads:
+            head = _head(client, name, learner.device, timeout_s=limit_s)
         teachers.append(Teacher(width_of[name], head))
     learner.step.head_terms += learner.algorithm.teacher_terms(teachers)
 
 
-def _head(client: RunClient, name: str, device: torch.device, config: TrainConfig) -> Head:
+def _head(client: RunClient, name: str, device: torch.device, *, timeout_s: float) -> Head:
     call = client.ask(client.controller.teacher_head, teacher(name))
-    # The controller itself may wait so long for a teacher to be free.
-    limit_s = config.places.stall_timeout_s + deadlines.ANSWER_S
-    references = client.wait(call, timeout_s=limit_s)
+    references = client.wait(call, timeout_s=timeout_s)
     (arrays,) = client.cluster.fetch(references, timeout_s=deadlines.BUCKET_FETCH_S, owner=WHO)
     if arrays is None:
         raise DataError(f"the head of teacher {name} did not come: look at its worker's node")

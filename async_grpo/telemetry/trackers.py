@@ -21,7 +21,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from async_grpo.config.train_config import TrainConfig
+from async_grpo.config.run_options import RecordingOptions
 from async_grpo.telemetry.jsonl import write_json_atomic
 from async_grpo.util import deadlines
 from async_grpo.util.errors import ConfigError
@@ -70,18 +70,23 @@ class Trackers:
     that cannot start, unless the run goes on: then it does so without it.
     """
 
-    def __init__(self, config: TrainConfig, *, first_step: int = 1) -> None:
-        """`first_step`: what an earlier part of the run has logged from there on is undone."""
+    def __init__(
+        self, recording: RecordingOptions, options: Mapping[str, object], *, first_step: int = 1
+    ) -> None:
+        """`options`: all of the run's, which trackers show.
+
+        `first_step`: what an earlier part of the run has logged from there on is undone.
+        """
         self._feeds: list[_Feed] = []
-        names = dict.fromkeys(config.recording.tracker_names)
+        names = dict.fromkeys(recording.tracker_names)
         if not names:
             return
         from accelerate import PartialState
 
         PartialState()  # which its trackers log through
         _silence_writer_threads()
-        run = tracked_run(config, first_step=first_step)
-        self._feeds += [_Feed(name, partial(_start, name, config, run)) for name in names]
+        run = tracked_run(recording, first_step=first_step)
+        self._feeds += [_Feed(name, partial(_start, name, options, run)) for name in names]
         due_at = time.monotonic() + deadlines.TRACKERS_START_S
         try:
             for feed in self._feeds:
@@ -220,7 +225,7 @@ def _silence_writer_threads() -> None:
     threading.excepthook = hook
 
 
-def _start(name: str, config: TrainConfig, run: TrackedRun) -> GeneralTracker:
+def _start(name: str, options: Mapping[str, object], run: TrackedRun) -> GeneralTracker:
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
     tracker_class = LOGGER_TYPE_TO_CLASS[name]
@@ -233,7 +238,7 @@ def _start(name: str, config: TrainConfig, run: TrackedRun) -> GeneralTracker:
         tracker = tracker_class(first, **others)
         tracker.start()
         if name not in run.known_as:  # some refuse other values of a run that they know
-            tracker.store_init_configuration(config.options())
+            tracker.store_init_configuration(options)
     except Exception as error:  # a service outside this process, of any kind
         if getattr(error, "errno", None) in DISK_ERRORS:
             raise  # as it is: an OSError
@@ -276,18 +281,16 @@ class TrackedRun:
         return self.first_step > 1
 
 
-def tracked_run(config: TrainConfig, *, first_step: int) -> TrackedRun:
-    """The run of `config`; where it goes on, with what its folder says that trackers call it."""
-    folder = Path(config.recording.output_dir)
+def tracked_run(recording: RecordingOptions, *, first_step: int) -> TrackedRun:
+    """The run; where it goes on, with what its folder says that trackers call it."""
+    folder = Path(recording.output_dir)
     known_as: dict[str, str] = {}
     if first_step > 1 and (folder / RUNS_FILE).exists():
         try:
             known_as = json.loads((folder / RUNS_FILE).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             logger.warning("trackers begin a new run: cannot read %s (%s)", RUNS_FILE, error)
-    return TrackedRun(
-        folder, config.recording.tracker_project, config.recording.shown_name, first_step, known_as
-    )
+    return TrackedRun(folder, recording.tracker_project, recording.shown_name, first_step, known_as)
 
 
 def arguments(tracker: str, run: TrackedRun) -> tuple[str, dict[str, object]]:

@@ -10,15 +10,15 @@ every batch before that needs an older one, so v is due when v + S batches are c
 
 from __future__ import annotations
 
-from async_grpo.config.train_config import TrainConfig
+from async_grpo.config.sampling_options import SamplingOptions
 from async_grpo.types import WeightsSnapshot
 
 
 class ReferenceSchedule:
     """Keeps the snapshots that the reference will need, until they are due."""
 
-    def __init__(self, config: TrainConfig) -> None:
-        self._config = config
+    def __init__(self, sampling: SamplingOptions) -> None:
+        self._sampling = sampling
         self._kept: dict[int, WeightsSnapshot] = {}  # by batches; their bytes live as long
         self._served: WeightsSnapshot | None = None
 
@@ -27,17 +27,16 @@ class ReferenceSchedule:
 
         >>> from async_grpo.types import WeightsVersion
         >>> options = {"num_batches_per_ref_model_update": 2, "max_staleness": 1}
-        >>> config = TrainConfig(model_name_or_path="m", data_path="d", **options)
-        >>> schedule = ReferenceSchedule(config)
+        >>> schedule = ReferenceSchedule(SamplingOptions(**options))
         >>> snapshots = [WeightsSnapshot(WeightsVersion(0, batches), ()) for batches in range(6)]
         >>> due = [schedule.completed(snapshot) for snapshot in snapshots]
         >>> [str(snapshot.version) if snapshot else "-" for snapshot in due]
         ['0.0', '-', '-', '0.2', '-', '0.4']
         """
         batches = snapshot.version.batches
-        if batches % self._config.sampling.num_batches_per_ref_model_update == 0:
+        if batches % self._sampling.num_batches_per_ref_model_update == 0:
             self._kept[batches] = snapshot
-        due = self._config.sampling.reference_of(batches)
+        due = self._sampling.reference_of(batches)
         if self._served is not None and self._served.version.batches == due:
             return None
         self._served = self._kept[due]

@@ -62,7 +62,7 @@ class MovingRun(Run):
 
     def __init__(self, script):
         super().__init__(script)
-        self.schedule = ReferenceSchedule(script.config)
+        self.schedule = ReferenceSchedule(script.config.sampling)
         self.worker = ReferenceWorker(self.cluster)
         self.announced = {}  # version -> batches completed when it was announced
 
@@ -125,7 +125,7 @@ def test_a_reference_is_announced_when_no_older_one_is_needed_and_not_later(stal
 
 
 def test_snapshots_are_let_go_when_the_reference_has_them():
-    schedule = ReferenceSchedule(config_of(period=2, max_staleness=3))
+    schedule = ReferenceSchedule(config_of(period=2, max_staleness=3).sampling)
     for batches in range(40):
         schedule.completed(WeightsSnapshot(WeightsVersion(0, batches), ()))
         assert len(schedule._kept) <= 2
@@ -143,7 +143,7 @@ def serve(schedule, batches, served):
 def test_a_resumed_run_serves_the_references_of_one_that_went_on(staleness, period, resumed_at):
     """From what a checkpoint holds, the model folder (version 0) and the policy itself."""
     options = {"period": period, "max_staleness": staleness}
-    alone, resumed = (ReferenceSchedule(config_of(**options)) for _ in range(2))
+    alone, resumed = (ReferenceSchedule(config_of(**options).sampling) for _ in range(2))
     served = None
     for batches in range(resumed_at + 1):
         served = serve(alone, batches, served)
@@ -169,7 +169,7 @@ def test_a_reference_that_never_comes_ends_the_run_by_name():
 
 def test_the_fixture_would_notice_a_reference_that_comes_too_early():
     running = moving_run(1, 1)
-    running.schedule = ReferenceSchedule(config_of(period=1, max_staleness=0))
+    running.schedule = ReferenceSchedule(config_of(period=1, max_staleness=0).sampling)
     run(running.train())
     assert running.worker.stale
 

@@ -73,7 +73,7 @@ class World(FakeCluster):
             Plan(config), self, recruit=lambda client: self.told.append("recruited")
         )
         self.told.clear()
-        self.main = MainRank(run, weights, None, teacher_widths={}, code={})
+        self.main = MainRank(run, weights, None, teachers={}, code={})
         self.main.report = Report(self.told)
         self.stop = stop or Event()
         self.data = SampledData(self.ranks, learner, self.main, self, self.stop)

@@ -42,9 +42,13 @@ class Pool:
         return self.verdicts
 
 
+def tried(client, questions, config):
+    try_rewards(client, questions, data=config.data, evaluation=config.evaluation, timeout_s=60.0)
+
+
 def test_the_expected_answer_is_what_rewards_are_tried_on():
     pool = Pool(graded("scored"), graded("unscorable"))
-    try_rewards(pool.client, [QUESTION], make_config())
+    tried(pool.client, [QUESTION], make_config())
     (request,) = pool.requests
     (output,) = request.outputs
     assert (output.question, output.completion.text) == (QUESTION, "4")
@@ -65,14 +69,14 @@ def test_a_reward_that_fails_on_it_refuses_the_run(cause, remedy):
         rf"has input, answer: {remedy}$"
     )
     with pytest.raises(ConfigError, match=told):
-        try_rewards(
+        tried(
             Pool(graded("scored"), failed(cause)).client, [QUESTION], make_config(data_path="data")
         )
 
 
 @pytest.mark.parametrize("cause", ["connection", "lost"])
 def test_what_is_not_the_rewards_own_fault_is_only_told(cause, caplog):
-    try_rewards(Pool(failed(cause)).client, [QUESTION], make_config())
+    tried(Pool(failed(cause)).client, [QUESTION], make_config())
     assert "the run starts all the same" in caplog.text
 
 
@@ -80,12 +84,12 @@ def test_each_type_is_tried_with_its_own_rewards_on_its_first_line():
     config = make_config(data_path="", data="sums=s.jsonl,rewards=mine;odes=o.jsonl,rewards=other")
     pool = Pool(graded("scored"))
     questions = [replace(QUESTION, dataset_type=kind) for kind in ("sums", "odes")]
-    try_rewards(pool.client, questions, config)
+    tried(pool.client, questions, config)
     asked = [(r.outputs[0].question.dataset_type, r.rewards) for r in pool.requests]
     assert asked == [("sums", ("mine",)), ("odes", ("other",))]
     told = "it must grade the first line of o.jsonl"
     with pytest.raises(ConfigError, match=told):
-        try_rewards(Pool(failed("exception")).client, questions[1:], config)
+        tried(Pool(failed("exception")).client, questions[1:], config)
 
 
 @pytest.mark.parametrize(
@@ -98,9 +102,7 @@ def test_a_type_that_names_no_rewards_is_not_tried_with_a_groupwise_one_of_anoth
     """Where no type names it, it stays in, and is refused: its questions would be graded twice."""
     config = make_config(data_path="", data="sums=s.jsonl,rewards=mine;odes=o.jsonl")
     pool = Pool(graded("scored"), groupwise=groupwise)
-    try_rewards(
-        pool.client, [replace(QUESTION, dataset_type=kind) for kind in ("sums", "odes")], config
-    )
+    tried(pool.client, [replace(QUESTION, dataset_type=kind) for kind in ("sums", "odes")], config)
     assert [request.rewards for request in pool.requests] == [("mine",), asked_of_odes]
 
 
@@ -111,4 +113,4 @@ def test_a_reward_that_no_verifier_has_refuses_the_run():
         "--reward-fns of their dispatcher, which has mine, other"
     )
     with pytest.raises(ConfigError, match=told):
-        try_rewards(Pool(graded("scored")).client, [replace(QUESTION, dataset_type="sums")], config)
+        tried(Pool(graded("scored")).client, [replace(QUESTION, dataset_type="sums")], config)

@@ -38,7 +38,7 @@ def log(folder, name):
         tracker_project="countdown",
     )
     for first_step, rows in ((1, ROWS[: RESUMED_AT + 1]), (RESUMED_AT, ROWS[RESUMED_AT - 1 :])):
-        trackers = Trackers(config, first_step=first_step)
+        trackers = Trackers(config.recording, config.options(), first_step=first_step)
         for row in rows:
             trackers.log(row, step=row["step"])
         trackers.finish()

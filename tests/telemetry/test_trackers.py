@@ -38,7 +38,11 @@ def options(folder, names):
 
 
 def make(folder, names, **settings):
-    return Trackers(options(folder, names), **settings)
+    return started(options(folder, names), **settings)
+
+
+def started(config, **settings):
+    return Trackers(config.recording, config.options(), **settings)
 
 
 def wait_until(condition):
@@ -120,7 +124,7 @@ def test_a_run_that_goes_on_is_one_run_in_tensorboard_without_what_was_lost(tmp_
         first.log({"avg_reward": 0.1 * step}, step=step)
     first.finish()
     config = options(tmp_path, ["tensorboard"]).but(run_name="renamed")
-    second = Trackers(config, first_step=3)  # from a checkpoint after step 2
+    second = started(config, first_step=3)  # from a checkpoint after step 2
     second.log({"avg_reward": 0.75}, step=3)
     second.finish()
     assert [folder.name for folder in (tmp_path / "tensorboard").iterdir()] == ["run"]
@@ -130,14 +134,14 @@ def test_a_run_that_goes_on_is_one_run_in_tensorboard_without_what_was_lost(tmp_
 
 def test_a_run_is_called_as_its_output_folder(tmp_path):
     config = options(tmp_path / "ours", ["tensorboard"]).but(run_name="")
-    Trackers(config).finish()
+    started(config).finish()
     assert (tmp_path / "ours" / "tensorboard" / "ours").is_dir()
 
 
 def test_trackers_are_told_which_run_goes_on(tmp_path):
     config = options(tmp_path, ["wandb"]).but(tracker_project="countdown")
     (tmp_path / RUNS_FILE).write_text('{"wandb": "3f", "mlflow": "a0", "trackio": "run"}')
-    new, goes_on = (tracked_run(config, first_step=step) for step in (1, 9))
+    new, goes_on = (tracked_run(config.recording, first_step=step) for step in (1, 9))
     place = {"dir": str(tmp_path), "name": "run"}
     assert arguments("wandb", new) == ("countdown", place)
     assert arguments("wandb", goes_on) == ("countdown", place | {"id": "3f", "resume": "allow"})
@@ -238,9 +242,10 @@ from async_grpo.telemetry.trackers import Trackers
 dist.init_process_group("gloo")
 group = dist.group.WORLD
 if dist.get_rank() == 0:
-    trackers = Trackers(
-        TrainConfig(model_name_or_path="m", data_path="d", output_dir=sys.argv[1], run_name="run")
+    config = TrainConfig(
+        model_name_or_path="m", data_path="d", output_dir=sys.argv[1], run_name="run"
     )
+    trackers = Trackers(config.recording, config.options())
     trackers.log({"avg_reward": 0.5}, step=1)
     trackers.finish()
 assert dist.group.WORLD is group and len(dist.distributed_c10d._world.pg_map) == 1
