@@ -76,7 +76,7 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from async_grpo.util import errors
+from async_grpo.util import RELEASE, errors
 
 if TYPE_CHECKING:
     from async_grpo.api.result import Result, Step
@@ -85,7 +85,7 @@ if TYPE_CHECKING:
     from async_grpo.config.worker_config import WorkerConfig
 
 sys.modules[f"{__name__}.errors"] = errors  # the name by which users know it
-__version__ = "0.1.0"
+__version__ = RELEASE
 __all__ = ["Result", "Run", "Step", "TrainConfig", "WorkerConfig", "__version__", "start", "train"]
 _PLACES = {
     **dict.fromkeys(("Result", "Step"), "api.result"),

@@ -14,7 +14,7 @@ from async_grpo.check.facts import Facts
 from async_grpo.check.finding import Finding, Setup
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.model.model_folder import ModelFacts, WeightsSize
-from async_grpo.weight_sync.routes import store_complaint
+from async_grpo.types.snapshots import store_complaint
 
 HOT = 2.0  # a sampling temperature above which outputs are close to noise
 STORE_SHARE = 0.3  # of memory that Ray's store takes

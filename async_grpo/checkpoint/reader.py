@@ -20,8 +20,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from async_grpo import __version__
 from async_grpo.checkpoint import disk
+from async_grpo.util import RELEASE
 from async_grpo.util.errors import CheckpointError
 
 MANIFEST_NAME = "manifest.json"
@@ -48,7 +48,7 @@ class Manifest:
 
 def to_json(manifest: Manifest) -> bytes:
     """The bytes of `manifest.json`."""
-    content = {"format": FORMAT, "release": __version__, **asdict(manifest)}
+    content = {"format": FORMAT, "release": RELEASE, **asdict(manifest)}
     return json.dumps(content, indent=1).encode()
 
 
@@ -68,7 +68,7 @@ def from_json(text: bytes) -> Manifest:
     except (ValueError, TypeError, LookupError, RecursionError) as error:
         raise CheckpointError(f"{MANIFEST_NAME} must be one of a checkpoint: {error!r}") from error
     raise CheckpointError(
-        f"{MANIFEST_NAME} must have format {FORMAT}, which async-grpo {__version__} reads, got "
+        f"{MANIFEST_NAME} must have format {FORMAT}, which async-grpo {RELEASE} reads, got "
         f"{written!r}: resume with async-grpo {release!r}, which wrote it"
     )
 

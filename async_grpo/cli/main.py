@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import click
 
-from async_grpo import __version__
 from async_grpo.cli.check import check
 from async_grpo.cli.control import main as control
 from async_grpo.cli.first_steps import completion, example, quickstart
@@ -17,6 +16,7 @@ from async_grpo.cli.rollouts import main as rollouts
 from async_grpo.cli.train import main as train
 from async_grpo.cli.use_model import evaluate, generate, serve
 from async_grpo.cli.worker import main as worker
+from async_grpo.util import RELEASE
 
 HEADINGS = {
     "Run": ("quickstart", "check", "plan", "launch"),
@@ -43,7 +43,7 @@ class Commands(click.Group):
 
 
 @click.group(cls=Commands, context_settings={"max_content_width": CONTEXT["max_content_width"]})
-@click.version_option(__version__)
+@click.version_option(RELEASE)
 def main() -> None:
     """Train language models with GRPO while they generate.
 

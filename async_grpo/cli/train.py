@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 import click
 
-from async_grpo import __version__
 from async_grpo.cli.boundary import command_boundary
 from async_grpo.cli.options import (
     CONTEXT,
@@ -38,7 +37,7 @@ from async_grpo.launch.local_ranks import (
 )
 from async_grpo.model.hub import local_folder
 from async_grpo.run.first_checks import check_at_once, check_overwrite
-from async_grpo.util import deadlines
+from async_grpo.util import RELEASE, deadlines
 from async_grpo.util.imports import without_collection
 from async_grpo.util.stopping import StopRequest
 
@@ -144,9 +143,7 @@ def resolved(config: TrainConfig) -> TrainConfig:
 def run(config: TrainConfig, *, stop: Event | None = None) -> None:
     """Join the other ranks and train."""
     if is_main_rank():
-        logger.info(
-            "async-grpo %s: loading, to train in %s", __version__, config.recording.output_dir
-        )
+        logger.info("async-grpo %s: loading, to train in %s", RELEASE, config.recording.output_dir)
     config = resolved(config)
     if is_main_rank():
         check_at_once(config)

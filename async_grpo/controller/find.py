@@ -9,7 +9,6 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import async_grpo
 from async_grpo.cluster.handles import CONTROLLER, WHO
 from async_grpo.util import deadlines
 from async_grpo.util.errors import DeadlineError, ProcessLostError
@@ -52,7 +51,7 @@ def find_or_make_controller(cluster: Cluster) -> ControllerHandle:
 @cache
 def code_hash() -> str:
     """A hash of this package's source: processes of other code do not understand each other."""
-    package = Path(async_grpo.__file__).parent
+    package = Path(__file__).parents[1]
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         digest.update(f"{path.relative_to(package)}\0".encode() + path.read_bytes())

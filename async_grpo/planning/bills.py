@@ -28,8 +28,8 @@ from async_grpo.devices.bill import (
 )
 from async_grpo.planning.asked import Asked, Split
 from async_grpo.training.billing import USED, as_billed
+from async_grpo.types.snapshots import NUM_SNAPSHOTS
 from async_grpo.util.errors import ConfigError
-from async_grpo.weight_sync.routes import NUM_SNAPSHOTS
 
 CONTEXT_BYTES = GIB  # CUDA and NCCL of a rank or a scoring worker, an assumption
 BUCKET_BYTES, BUCKETS = 256 * MIB, 4  # of a rank's share of the weights: weight_sync/gather.py

@@ -13,7 +13,6 @@ from functools import partial
 
 from async_grpo.algorithms.base import LocalRules
 from async_grpo.algorithms.find import find_algorithm, users_algorithm
-from async_grpo.algorithms.remote import start_rules
 from async_grpo.batching.packing import attention_ratio
 from async_grpo.batching.records import BatcherPlan
 from async_grpo.checkpoint.resume import Start, check_contents, hash_data
@@ -43,6 +42,7 @@ from async_grpo.run.main_rank import MainRank, RunAtController
 from async_grpo.run.publication import Publication
 from async_grpo.run.recruitment import Demand, SetDemand, recruit, teachers_of
 from async_grpo.run.reward_trial import try_all_rewards
+from async_grpo.run.rules_process import start_rules
 from async_grpo.run.watch import RunRecord
 from async_grpo.types import (
     GivenPair,
@@ -52,11 +52,12 @@ from async_grpo.types import (
     TrainingPair,
     WorkerInfo,
 )
+from async_grpo.types.snapshots import store_complaint, stored_here
 from async_grpo.util.together import in_background
 from async_grpo.util.user_code import UserCode
 from async_grpo.weight_sync.buckets import laid_out_bytes, lay_out, torch_dtype
 from async_grpo.weight_sync.publisher import Publisher
-from async_grpo.weight_sync.routes import published_dtype, store_complaint, stored_here
+from async_grpo.weight_sync.routes import published_dtype
 from async_grpo.weight_sync.transport import open_sender
 from async_grpo.weight_sync.update_checks import ExpectedWeights
 
@@ -95,7 +96,7 @@ def open_run(
     hashes = with_teachers(hashes, teachers, start=start)
     try_all_rewards(controller, plan, first_of_each_file(config, questions))
     gateway = start_gateway(plan, controller, address) if address else None
-    sender = open_sender(config.memory.weight_transport, cluster)
+    sender = open_sender(config.memory.weight_transport, cluster, device_id=devices[0])
     main = MainRank(
         RunAtController(plan, cluster, recruit=partial(recruit, demand=demand)),
         Publication(plan, Publisher(cluster, dtype=torch_dtype(dtype)), sender=sender),

@@ -28,7 +28,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from async_grpo import __version__
 from async_grpo.training.audit import as_digest
 from async_grpo.training.minibatch_codec import (
     MAGIC,
@@ -41,6 +40,7 @@ from async_grpo.training.minibatch_codec import (
 from async_grpo.training.ranks import Ranks
 from async_grpo.training.step import StepResult, TokenTerms
 from async_grpo.types import EndOfStep, Minibatch, Tally
+from async_grpo.util import RELEASE
 from async_grpo.util.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -265,8 +265,8 @@ def machine(device: torch.device) -> dict[str, object]:
     """What the bits of a sum depend on, beside options and data."""
     is_cuda = device.type == "cuda"
     return {
-        "release": __version__,
-        "torch": torch.__version__,
+        "release": RELEASE,
+        "torch": torch.RELEASE,
         "device": torch.cuda.get_device_name(device) if is_cuda else "cpu",
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),

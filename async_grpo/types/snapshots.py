@@ -7,6 +7,7 @@ each update. What they disagree by is numerical mismatch alone: no staleness, no
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -17,6 +18,8 @@ from numpy.typing import NDArray
 
 NUM_ROWS = 4  # of the canary
 MAX_ROW_TOKENS = 64
+GIB = 2**30
+NUM_SNAPSHOTS = 2  # in the object store at a time: one is served while the next is stored
 Stored = Awaitable[NDArray[np.uint8]]  # an ObjectRef of bytes
 
 
@@ -233,3 +236,42 @@ def canary_bound(*dtypes: str) -> Bound:
     Bound(largest=0.7, mean=0.05)
     """
     return max(BOUNDS.get(dtype, LOW_PRECISION_BOUND) for dtype in dtypes)
+
+
+def store_complaint(model_bytes: int, *, store_bytes: int, share: float) -> str:
+    """What is wrong with a node's object store that must hold a share of two snapshots, or "".
+
+    >>> store_complaint(10 * GIB, store_bytes=20 * GIB, share=1.0)
+    ''
+    >>> print(store_complaint(10 * GIB, store_bytes=5 * GIB, share=0.5))
+    this node's object store has 5.0 GiB and must hold 50% of 2 snapshots of 10.0 GiB of weights: \
+they would go to a disk and back; start Ray with --object-store-memory 10737418240 or more, and a \
+container with --shm-size 11g or more
+    """
+    needed = math.ceil(NUM_SNAPSHOTS * model_bytes * share)
+    if needed <= store_bytes:
+        return ""
+    part = f"{share:.0%} of " if share < 1 else ""
+    return (
+        f"this node's object store has {store_bytes / GIB:.1f} GiB and must hold {part}"
+        f"{NUM_SNAPSHOTS} snapshots of {model_bytes / GIB:.1f} GiB of weights: they would go to a "
+        f"disk and back; start Ray with --object-store-memory {needed} or more, and a container "
+        f"with --shm-size {math.ceil(needed * 1.05 / GIB)}g or more"
+    )
+
+
+def stored_here(*, num_ranks: int, num_here: int, shard_ranks: int | None) -> float:
+    """The share of new weights that rank 0's machine stores, with so many of all ranks.
+
+    `shard_ranks` of them hold a copy of the model together; 0: all; None: those of a machine. Of
+    several copies the first is stored, which ranks from 0 on hold.
+
+    >>> stored_here(num_ranks=16, num_here=8, shard_ranks=0)
+    0.5
+    >>> stored_here(num_ranks=16, num_here=8, shard_ranks=None)
+    1.0
+    >>> stored_here(num_ranks=16, num_here=4, shard_ranks=8)
+    0.5
+    """
+    storing = num_here if shard_ranks is None else shard_ranks or num_ranks
+    return min(num_here, storing) / storing

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from threading import Event
-from typing import TYPE_CHECKING
+from typing import TypeVar
 
-if TYPE_CHECKING:
-    from async_grpo.types import StreamItem
+T = TypeVar("T")
 
 
 class StopRequest(Event):
@@ -43,9 +42,7 @@ def polled(stop: Event) -> Iterator[None]:
         stop.is_polled = False
 
 
-def until_stopped(
-    items: Iterable[StreamItem], *, agree: Callable[[int], int], stop: Event
-) -> Iterator[StreamItem]:
+def until_stopped(items: Iterable[T], *, agree: Callable[[int], int], stop: Event) -> Iterator[T]:
     """The items until any rank has been asked to stop; for a stream that every rank makes itself.
 
     `agree` is `Ranks.agree`: the ranks end before the same item, and `stop` is set on all of them.

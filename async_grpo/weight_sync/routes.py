@@ -5,7 +5,6 @@ A device is named by the identity that its driver gives it, the same in every pr
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -17,8 +16,6 @@ if TYPE_CHECKING:
     from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
 
 OBJECT_STORE = "object_store"
-GIB = 2**30
-NUM_SNAPSHOTS = 2  # in the object store at a time: one is served while the next is stored
 
 
 def published_dtype(workers: Iterable[WorkerInfo]) -> str:
@@ -36,45 +33,6 @@ def published_dtype(workers: Iterable[WorkerInfo]) -> str:
     """
     loading = (worker for worker in workers if role_of(worker.role).loads_weights)
     return "bfloat16" if {worker.dtype for worker in loading} == {"bfloat16"} else "float32"
-
-
-def store_complaint(model_bytes: int, *, store_bytes: int, share: float) -> str:
-    """What is wrong with a node's object store that must hold a share of two snapshots, or "".
-
-    >>> store_complaint(10 * GIB, store_bytes=20 * GIB, share=1.0)
-    ''
-    >>> print(store_complaint(10 * GIB, store_bytes=5 * GIB, share=0.5))
-    this node's object store has 5.0 GiB and must hold 50% of 2 snapshots of 10.0 GiB of weights: \
-they would go to a disk and back; start Ray with --object-store-memory 10737418240 or more, and a \
-container with --shm-size 11g or more
-    """
-    needed = math.ceil(NUM_SNAPSHOTS * model_bytes * share)
-    if needed <= store_bytes:
-        return ""
-    part = f"{share:.0%} of " if share < 1 else ""
-    return (
-        f"this node's object store has {store_bytes / GIB:.1f} GiB and must hold {part}"
-        f"{NUM_SNAPSHOTS} snapshots of {model_bytes / GIB:.1f} GiB of weights: they would go to a "
-        f"disk and back; start Ray with --object-store-memory {needed} or more, and a container "
-        f"with --shm-size {math.ceil(needed * 1.05 / GIB)}g or more"
-    )
-
-
-def stored_here(*, num_ranks: int, num_here: int, shard_ranks: int | None) -> float:
-    """The share of new weights that rank 0's machine stores, with so many of all ranks.
-
-    `shard_ranks` of them hold a copy of the model together; 0: all; None: those of a machine. Of
-    several copies the first is stored, which ranks from 0 on hold.
-
-    >>> stored_here(num_ranks=16, num_here=8, shard_ranks=0)
-    0.5
-    >>> stored_here(num_ranks=16, num_here=8, shard_ranks=None)
-    1.0
-    >>> stored_here(num_ranks=16, num_here=4, shard_ranks=8)
-    0.5
-    """
-    storing = num_here if shard_ranks is None else shard_ranks or num_ranks
-    return min(num_here, storing) / storing
 
 
 def check_route(transport: str, worker: WorkerInfo, *, sender: str) -> None:

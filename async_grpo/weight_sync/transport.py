@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from async_grpo.config.roles import GENERATION
-from async_grpo.devices.current import device_id
 from async_grpo.types import WeightsSnapshot, WorkerInfo
 from async_grpo.util import deadlines
 from async_grpo.util.add_ons import add_on
@@ -40,13 +39,13 @@ Members = Mapping[WorkerInfo, "WorkerHandle"]
 LOOK_INTERVAL_S = 0.02
 
 
-def open_sender(name: str, cluster: Cluster) -> DeviceSender | None:
+def open_sender(name: str, cluster: Cluster, *, device_id: str) -> DeviceSender | None:
     """What `--weight-transport` adds to the object store, in trainer rank 0."""
     if name == OBJECT_STORE:
         return None
     open_link = add_on(f"transport.{name}")  # it imports vLLM, which costs the trainer seconds
     device = torch.device("cuda", torch.cuda.current_device())
-    sender = Sender(device, device_id(), ray.util.get_node_ip_address(), cluster)
+    sender = Sender(device, device_id, ray.util.get_node_ip_address(), cluster)
 
     def check(worker: WorkerInfo) -> None:
         check_route(name, worker, sender=sender.device_id)

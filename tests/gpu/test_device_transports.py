@@ -21,6 +21,7 @@ from tiny_models import load_model, make_model
 
 from async_grpo.cluster.cluster import Cluster
 from async_grpo.config.worker_config import WorkerConfig
+from async_grpo.devices.current import device_id
 from async_grpo.rollout.generation_worker import GenerationWorker, worker_environment
 from async_grpo.types import GenerationRequest, SamplingContract, WeightsVersion
 from async_grpo.util.errors import ConfigError
@@ -51,7 +52,7 @@ class Stack:
         self.info = get(self.early.info.remote())
         torch.cuda.set_device(self.trainer_device())
         self.publisher = Publisher(Cluster(), dtype=torch.bfloat16, bucket_bytes=40_000)
-        self.sender = open_sender("nccl")
+        self.sender = open_sender("nccl", Cluster(), device_id=device_id())
 
     def trainer_device(self):
         ids = [str(torch.cuda.get_device_properties(i).uuid) for i in range(device_count())]
