@@ -13,9 +13,9 @@ import asyncio
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import ray
@@ -38,6 +38,9 @@ from async_grpo.util import deadlines
 from async_grpo.util.add_ons import add_on
 from async_grpo.util.errors import ConfigError, StaleAnswerError, WeightSyncError, WorkerError
 from async_grpo.util.imports import without_collection
+
+if TYPE_CHECKING:
+    import torch
 
 Scores = NDArray[np.float32]  # [L]
 Answer = tuple[Scores, Arrays]
@@ -101,38 +104,39 @@ class LogprobWorker:
             from async_grpo.devices.current import device_id
             from async_grpo.model.model_folder import hash_model
             from async_grpo.model.scorer import Scorer
-            from async_grpo.rollout.teacher_payloads import teach, to_array
-            from async_grpo.rollout.weights_update import fetch_bytes
-            from async_grpo.weight_sync.buckets import unpack
 
-        self._fetch = fetch_bytes
         imported = time.monotonic()
-        if on_device and not torch.cuda.is_available():
-            raise ConfigError(
-                f"worker {worker_id} was given a device by Ray, and torch sees none: see what "
-                '`python -c "import torch; torch.cuda.init()"` says on its node'
-            )
-        device = torch.device("cuda" if on_device else "cpu")
-        if on_device and memory_share:
-            torch.cuda.set_per_process_memory_fraction(memory_share)
-        self._devices = (device_id(),) if on_device else ()
-        self._teach, self._to_array = teach, to_array
-        self._unpack = unpack
-        self._scorer = Scorer(model_path, device=device, dtype=dtype)
+        self._device = _device_of(worker_id, memory_share) if on_device else torch.device("cpu")
+        self._scorer = Scorer(model_path, device=self._device, dtype=dtype)
         ready = time.monotonic()
-        self._startup = [("importing", imported - began), ("loading the model", ready - imported)]
-        self._device = device
-        self._model_hash = ""
-        if not role_of(role).loads_weights:
-            self._model_hash = hash_model(model_path)
-            self._startup.append(("hashing the model", time.monotonic() - ready))
-        self._model_path = model_path
-        self._worker_id = worker_id
-        self._role = role
-        self._max_tokens = max_tokens
-        self._temperature = temperature
-        self._lease_s = lease_s
+        startup = [("importing", imported - began), ("loading the model", ready - imported)]
         self._version = None if role_of(role).loads_weights else OWN_WEIGHTS
+        model_hash = ""
+        if self._version is not None:
+            model_hash = hash_model(model_path)
+            startup.append(("hashing the model", time.monotonic() - ready))
+        facts, weight = self._scorer.facts, self._scorer.head.weight
+        self._info = WorkerInfo(
+            worker_id=worker_id,
+            role=role,
+            node_id="",
+            pid=os.getpid(),
+            model_path=model_path,
+            vocab_size=facts.vocab_size,
+            tokenizer_hash=facts.tokenizer_hash,
+            capacity=float(max_tokens),
+            overhead=0.0,
+            max_model_len=min(max_tokens, facts.max_positions),
+            temperature=temperature,
+            model_hash=model_hash,
+            hidden_size=weight.shape[1],
+            item_size=weight.element_size(),
+            dtype=str(weight.dtype).removeprefix("torch."),
+            devices=(device_id(),) if on_device else (),
+            lease_s=lease_s,
+            startup=tuple(startup),
+        )
+        self._max_tokens = max_tokens
         self._line: list[_Output] = []  # in order of arrival
         self._unanswered: set[int] = set()  # leases
         self._num_tokens = 0  # scored
@@ -141,26 +145,7 @@ class LogprobWorker:
 
     async def info(self) -> WorkerInfo:
         """Who this worker is; answers once its model is loaded."""
-        return WorkerInfo(
-            worker_id=self._worker_id,
-            role=self._role,
-            node_id=ray.get_runtime_context().get_node_id(),
-            pid=os.getpid(),
-            model_path=self._model_path,
-            vocab_size=self._scorer.facts.vocab_size,
-            tokenizer_hash=self._scorer.facts.tokenizer_hash,
-            capacity=float(self._max_tokens),
-            overhead=0.0,
-            max_model_len=min(self._max_tokens, self._scorer.facts.max_positions),
-            temperature=self._temperature,
-            model_hash=self._model_hash,
-            hidden_size=self._scorer.head.weight.shape[1],
-            item_size=self._scorer.head.weight.element_size(),
-            dtype=str(self._scorer.head.weight.dtype).removeprefix("torch."),
-            devices=self._devices,
-            lease_s=self._lease_s,
-            startup=tuple(self._startup),
-        )
+        return replace(self._info, node_id=ray.get_runtime_context().get_node_id())
 
     async def ping(self, after_s: float = 0.0) -> Pulse:
         """Answer after `after_s` with the served version and the requests that wait."""
@@ -189,9 +174,11 @@ class LogprobWorker:
 
     async def head(self, request: HeadRequest) -> tuple[None, Arrays]:
         """What makes logits of this teacher's hidden states: the second return value."""
+        from async_grpo.rollout.teacher_payloads import to_array
+
         head = self._scorer.head
         tensors = {"weight": head.weight, "bias": head.bias}
-        arrays = {n: self._to_array(t) for n, t in tensors.items() if t is not None}
+        arrays = {n: to_array(t) for n, t in tensors.items() if t is not None}
         factor, softcap = head.rescaling
         return None, {**arrays, "rescaling": np.array([factor, softcap or 0.0])}
 
@@ -230,23 +217,26 @@ class LogprobWorker:
         Raises:
             WeightSyncError: refused or incomplete; the old weights serve on.
         """
-        if not role_of(self._role).loads_weights:
+        from async_grpo.rollout.weights_update import fetch_bytes
+        from async_grpo.weight_sync.buckets import unpack
+
+        if not role_of(self._info.role).loads_weights:
             raise WeightSyncError(
-                f"a {self._role} worker keeps the weights that it was started with, got "
+                f"a {self._info.role} worker keeps the weights that it was started with, got "
                 f"{snapshot.version}: publish to the roles that follow the policy alone"
             )
         started_at = time.monotonic()
         is_alias = self._version is not None and snapshot.equals(self._version)
         buckets = () if is_alias else snapshot.buckets
-        data = [await self._fetch(bucket) for bucket in buckets]
+        data = [await fetch_bytes(bucket) for bucket in buckets]
         async with self._model:
             if self._version is None or snapshot.version > self._version:
                 if not is_alias:
-                    tensors = self._unpack(snapshot, data)
+                    tensors = unpack(snapshot, data)
                     await asyncio.to_thread(self._scorer.load, tensors)
                 self._version = snapshot.version
             seconds = time.monotonic() - started_at
-            return WeightsAck(self._worker_id, self._version, seconds, 0.0)
+            return WeightsAck(self._info.worker_id, self._version, seconds, 0.0)
 
     async def abort_all(self) -> None:
         """Forget waiting requests, for a caller that is gone."""
@@ -277,13 +267,15 @@ class LogprobWorker:
         wanted = outputs[0].wanted
         if wanted.version != self._version:
             raise StaleAnswerError(
-                f"{self._role} weights {wanted.version} were asked, {self._version} are served"
+                f"{self._info.role} weights {wanted.version} were asked, {self._version} are served"
             )
         pairs = [(output.prompt, output.token_ids) for output in outputs]
         temperature, width = wanted.temperature, self._scorer.facts.vocab_size
         width = min(wanted.vocab_size or width, width)
         if wanted.payload is not None:
-            return self._teach(
+            from async_grpo.rollout.teacher_payloads import teach
+
+            return teach(
                 self._scorer, pairs, temperature=temperature, payload=wanted.payload, width=width
             )
         scored = self._scorer.score(pairs, temperature=temperature, width=width)
@@ -291,9 +283,10 @@ class LogprobWorker:
 
     def _outputs(self, request: LogprobRequest) -> list[_Output]:
         """The outputs of a request that this worker can serve, or `WorkerError`."""
-        if self._temperature is not None and request.temperature != self._temperature:
+        me = self._info
+        if me.temperature is not None and request.temperature != me.temperature:
             raise WorkerError(
-                f"worker {self._worker_id} serves the temperature {self._temperature} only, got "
+                f"worker {me.worker_id} serves the temperature {me.temperature} only, got "
                 f"{request.temperature}: give worker and trainer the same --temperature"
             )
         rows = list(zip(request.prompt_token_ids, request.output_token_ids, strict=True))
@@ -301,20 +294,34 @@ class LogprobWorker:
         if longest > self._max_tokens:
             raise WorkerError(
                 f"a prompt and its output must fit the {self._max_tokens} tokens of worker "
-                f"{self._worker_id}, got {longest}: start it with a larger --max-tokens-per-gpu"
+                f"{me.worker_id}, got {longest}: start it with a larger --max-tokens-per-gpu"
             )
         own = self._scorer.facts.vocab_size
         vocab_size = min(own, request.vocab_size or own)
         largest = max((int(ids.max(initial=0)) for row in rows for ids in row), default=0)
         if largest >= vocab_size:
             raise WorkerError(
-                f"every token must be below {vocab_size}, which {self._model_path} and the student "
+                f"every token must be below {vocab_size}, which {me.model_path} and the student "
                 f"both have, got {largest}: a model whose vocabulary is padded sampled the padding"
             )
         version = OWN_WEIGHTS if request.version is None else request.version
         wanted = _Wanted(version, request.temperature, request.payload, request.vocab_size)
         new_future = asyncio.get_running_loop().create_future
         return [_Output(prompt, token_ids, wanted, new_future()) for prompt, token_ids in rows]
+
+
+def _device_of(worker_id: str, memory_share: float) -> torch.device:
+    """The device that Ray has given this process; raises `ConfigError` where torch sees none."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            f"worker {worker_id} was given a device by Ray, and torch sees none: see what "
+            '`python -c "import torch; torch.cuda.init()"` says on its node'
+        )
+    if memory_share:
+        torch.cuda.set_per_process_memory_fraction(memory_share)
+    return torch.device("cuda")
 
 
 def take_forward(line: list[_Output], *, max_tokens: int) -> list[_Output]:

@@ -96,7 +96,6 @@ class Scene:
 @pytest.fixture
 def scene(monkeypatch, tmp_path):
     scene = Scene(tmp_path)
-    monkeypatch.setattr(deadlines, "ROOM_S", 0.0)
     clock = SimpleNamespace(
         monotonic=lambda: scene.now_s, sleep=lambda s: setattr(scene, "now_s", scene.now_s + s)
     )
@@ -347,7 +346,8 @@ def test_a_drain_waits_for_what_runs_but_not_for_ever(scene):
         assert scene.said[-1] == "finishing what runs, for at most 30 s; once more: at once"
 
 
-def test_workers_without_room_are_refused_before_anything_is_made(scene):
+def test_workers_without_room_are_refused_before_anything_is_made(scene, monkeypatch):
+    monkeypatch.setattr(deadlines, "ROOM_S", 0.0)
     scene.cluster.free = {"CPU": 2.0}
     with pytest.raises(
         ClusterError, match=r"3 generation .* need 3 CPU .*, 2 of 4 are free: .*--nu"
@@ -364,8 +364,7 @@ def test_fractions_that_just_fit_are_taken(scene):
         assert len(scene.names) == 3
 
 
-def test_room_that_this_node_never_has_is_not_waited_for(scene, monkeypatch):
-    monkeypatch.setattr(deadlines, "ROOM_S", 60.0)
+def test_room_that_this_node_never_has_is_not_waited_for(scene):
     with pytest.raises(ConfigError, match=r"5 generation .* need 5 CPU .*, 4 of 4 are free"):
         make_workers(scene, num_workers=5).__enter__()
     assert scene.now_s == 1000.0
