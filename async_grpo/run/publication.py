@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,6 +19,7 @@ import torch
 from async_grpo.algorithms.find import find_algorithm
 from async_grpo.batching.records import BatcherPlan
 from async_grpo.checkpoint.resume import Start
+from async_grpo.checkpoint.saving import Read
 from async_grpo.checkpoint.tensors import read_reference
 from async_grpo.cluster.handles import RunClient
 from async_grpo.config.roles import GENERATION, REFERENCE
@@ -52,7 +54,7 @@ class Publication:
         self.published_as = plan.incarnation, publisher.dtype
         self.canary = canary_tokens(question.input_token_ids for question in plan.questions)
         self._publisher = publisher
-        self.announcements = Announcements(publisher)
+        self.announcements = Announcements()
         self._sender = sender
         self._references = ReferenceSchedule(config.sampling)
         self._has_reference = find_algorithm(config).needs_reference
@@ -108,10 +110,11 @@ class Publication:
             version = WeightsVersion(self.published_as[0], batches)
             self._references.restore(self._publisher.pack(saved, version=version))
 
-    def references_to_save(self, batches: int) -> tuple[WeightsSnapshot, ...]:
+    def references_to_save(self, batches: int) -> Mapping[int, Read]:
         """Return what a checkpoint after `batches` holds of the reference, once it has moved."""
         self.announcements.wait_prepared()
-        return self._references.to_save(batches)
+        held, read = self._references.to_save(batches), self._publisher.read
+        return {snapshot.version.batches: partial(read, snapshot) for snapshot in held}
 
 
 class OthersPublication(Absent):
@@ -138,10 +141,10 @@ class Announcements:
     controller was lost is no error: what every role serves is announced again to the next one.
     """
 
-    def __init__(self, publisher: Publisher) -> None:
+    def __init__(self) -> None:
         self.on_synced: Callable[[SyncReport], None] = lambda sync: None  # of the policy
-        self._publisher = publisher
-        self._serves: dict[str, WeightsSnapshot] = {}  # by role
+        self._serves: dict[str, WeightsSnapshot] = {}  # by role, or will in a moment
+        self._kept: dict[str, WeightsSnapshot] = {}  # alive, until newer weights are served
         self._has_served = False
         self._has_told_of_kept = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="announce-weights")
@@ -189,9 +192,10 @@ class Announcements:
         newest = due[GENERATION]
         for snapshot in dict.fromkeys((newest, *due.values())):
             roles, started = tuple(r for r, s in due.items() if s is snapshot), time.monotonic()
-            reports = self._publisher.announce(
-                client, snapshot, roles=roles, timeout_s=deadlines.WEIGHTS_APPLIED_S
-            )
+            timeout_s = deadlines.WEIGHTS_APPLIED_S
+            call = client.ask(client.controller.publish, snapshot, roles, timeout_s)
+            reports = client.wait(call, timeout_s=timeout_s + deadlines.PUBLISH_SLACK_S)
+            self._kept |= dict.fromkeys(roles, snapshot)
             for role, report in reports.items():
                 reasons = "; ".join(report.failures.values())
                 # Later on workers were lost that had served: others, or successors, will come.

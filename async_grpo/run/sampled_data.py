@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from threading import Event
 
 import numpy as np
@@ -33,7 +32,7 @@ from async_grpo.util import deadlines
 from async_grpo.util.add_ons import add_on
 from async_grpo.util.errors import DataError, RunLost
 from async_grpo.weight_sync.gather import Shards
-from async_grpo.weight_sync.publisher import Collected, Collector, device_tensors
+from async_grpo.weight_sync.publisher import Collected, Collector
 from async_grpo.weight_sync.routes import OBJECT_STORE
 
 CANARY_TEMPERATURE = 1.0  # vLLM scores prompts at no other
@@ -140,13 +139,7 @@ class SampledData(Iterator[StreamItem]):
         if not self._learner.algorithm.needs_reference:
             return {}
         self._wait_collected()
-        held = self._main.weights.references_to_save(batches) or ()
-        return {
-            snapshot.version.batches: partial(
-                device_tensors, self._cluster, snapshot, torch.device("cpu")
-            )
-            for snapshot in held
-        }
+        return self._main.weights.references_to_save(batches) or {}
 
     def _wait_collected(self) -> None:
         """Until what was gathered last is stored; raises on all ranks what went wrong on one."""

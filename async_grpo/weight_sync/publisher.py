@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from async_grpo.types import (
-    PublishReport,
     Stored,
     WeightsBucket,
     WeightsDelta,
@@ -45,7 +44,6 @@ from async_grpo.weight_sync.gather import Gather, GatherPlan, Received, Shards, 
 
 if TYPE_CHECKING:
     from async_grpo.cluster.cluster import Cluster, Exported
-    from async_grpo.cluster.handles import RunClient
 
 LEAST_GAIN = 2  # what changed is sent alone where all of it is so many times as much
 Roles = tuple[str, ...]
@@ -243,7 +241,7 @@ class _Stored(NamedTuple):
 
 
 class Publisher:
-    """Lives in trainer rank 0, and keeps what it has announced until newer weights are served."""
+    """Puts whole parameters into the object store, and reads what lies there."""
 
     def __init__(
         self,
@@ -255,7 +253,6 @@ class Publisher:
         self.dtype = dtype
         self._cluster = cluster
         self._bucket_bytes = bucket_bytes
-        self._served: dict[str, WeightsSnapshot] = {}  # kept alive for workers that join later
 
     def pack(self, named_tensors: NamedTensors, *, version: WeightsVersion) -> WeightsSnapshot:
         """Put whole tensors that this process has into the object store.
@@ -268,14 +265,17 @@ class Publisher:
             checked, put=self._cluster.put_bytes, version=version, bucket_bytes=self._bucket_bytes
         )
 
-    def announce(
-        self, client: RunClient, snapshot: WeightsSnapshot, *, roles: Roles, timeout_s: float
-    ) -> dict[str, PublishReport]:
-        """Have the controller give it to the workers of `roles`; what came of it, by role."""
-        call = client.ask(client.controller.publish, snapshot, roles, timeout_s)
-        reports = client.wait(call, timeout_s=timeout_s + deadlines.PUBLISH_SLACK_S)
-        self._served |= dict.fromkeys(roles, snapshot)
-        return reports
+    def read(self, snapshot: WeightsSnapshot) -> Iterator[tuple[str, Tensor]]:
+        """The parameters of a snapshot, verified.
+
+        Raises `WeightSyncError` when bytes are not those that were gathered.
+        """
+        wait, timeout_s = self._cluster.wait, deadlines.BUCKET_HERE_S
+        data = (
+            wait(bucket.data, timeout_s=timeout_s, who="the object store")
+            for bucket in snapshot.buckets
+        )
+        return unpack(snapshot, data)
 
 
 def _checked(
@@ -294,18 +294,3 @@ def not_finite(name: str, version: WeightsVersion) -> str:
         f"weights must be finite to be published, {name!r} of version {version} is not: "
         "training has diverged, lower --learning-rate or --max-grad-norm"
     )
-
-
-def device_tensors(
-    cluster: Cluster, snapshot: WeightsSnapshot, device: torch.device
-) -> Iterator[tuple[str, Tensor]]:
-    """The parameters of a published snapshot, verified, moved to a device one at a time.
-
-    Raises `WeightSyncError` when bytes are not those that were gathered.
-    """
-    data = (
-        cluster.wait(bucket.data, timeout_s=deadlines.BUCKET_HERE_S, who="the object store")
-        for bucket in snapshot.buckets
-    )
-    for name, tensor in unpack(snapshot, data):
-        yield name, tensor.to(device)

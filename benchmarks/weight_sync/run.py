@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,20 +16,18 @@ import ray
 import torch
 
 from async_grpo.cluster.cluster import Cluster
-from async_grpo.cluster.handles import RunClient
 from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.rollout.generation_worker import worker_environment
 from async_grpo.training.fsdp import local_shards
 from async_grpo.types import (
     CanaryRow,
-    RunId,
     WeightsAck,
     WeightsSnapshot,
     WeightsVersion,
     canary_differences,
 )
 from async_grpo.weight_sync.gather import Shards
-from async_grpo.weight_sync.publisher import Collector, Publisher
+from async_grpo.weight_sync.publisher import Collector
 from benchmarks import procfs
 from benchmarks.cores import family
 from benchmarks.stack import Stack
@@ -83,7 +80,7 @@ class _Trainer:
         self._policy = policy
         self._worker = worker
         self._watch = watch
-        self._publisher = Publisher(Cluster())
+        self._kept: WeightsSnapshot | None = None
         self._collector = Collector(
             Shards.of(policy.policy), Cluster(), device=torch.device("cpu"), dtype=torch.float32
         )
@@ -110,10 +107,8 @@ class _Trainer:
         snapshot: Any = collected.wait()
         snapshot = dataclasses.replace(snapshot, canary=canary)
         collected_at = time.monotonic()
-        client = RunClient(Cluster(), _direct(self._worker), RunId(0, 0))
-        load: Any = self._publisher.announce(
-            client, snapshot, roles=("generation",), timeout_s=TIMEOUT_S
-        )
+        load: Any = ray.get(self._worker.publish.remote(snapshot, TIMEOUT_S), timeout=TIMEOUT_S)
+        self._kept = snapshot  # until newer weights are served
         return Sync(
             size_bytes=snapshot.size_bytes,
             num_buckets=len(snapshot.buckets),
@@ -127,15 +122,6 @@ class _Trainer:
                 role: peak - self._before.get(role, 0) for role, peak in self._watch.peaks().items()
             },
         )
-
-
-def _direct(worker: Any) -> Any:
-    """The worker in the place of a controller, of which none is measured."""
-
-    def publish(run: RunId, snapshot: WeightsSnapshot, roles: object, timeout_s: float) -> Any:
-        return worker.publish.remote(snapshot, timeout_s)
-
-    return SimpleNamespace(publish=SimpleNamespace(remote=publish))
 
 
 def _largest(canary: tuple[CanaryRow, ...], ack: WeightsAck) -> float | None:

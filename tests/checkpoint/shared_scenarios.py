@@ -50,7 +50,7 @@ class Saves:
         exports = SimpleNamespace(state=lambda: {"samples": 2, "last_export": -1})
         self.checkpoints = Checkpoints(
             self.learner, self.ranks, exports=exports, report=self.report, hashes=None,
-            references=lambda batches: (),
+            references=lambda batches: {},
         )  # fmt: skip
 
     def save(self, batches):

@@ -6,7 +6,7 @@ from fake_cluster import FakeCluster
 from async_grpo.checkpoint import tensors
 from async_grpo.types import WeightsVersion
 from async_grpo.weight_sync.buckets import pack
-from async_grpo.weight_sync.publisher import device_tensors
+from async_grpo.weight_sync.publisher import Publisher
 
 TENSORS = {"a": torch.arange(6.0), "b": torch.ones(2, 3), "c": torch.zeros(4)}
 
@@ -18,7 +18,7 @@ def test_a_moved_reference_comes_back_whole_however_it_is_cut(
     monkeypatch.setattr(tensors, "REFERENCE_BYTES", max_bytes)
     version = WeightsVersion(0, 12)
     snapshot = pack(TENSORS.items(), put=np.copy, version=version, bucket_bytes=32)
-    served = device_tensors(FakeCluster(), snapshot, torch.device("cpu"))
+    served = Publisher(FakeCluster()).read(snapshot)
     tensors.save_reference(served, tmp_path, batches=snapshot.version.batches)
     assert len(list(tmp_path.iterdir())) == num_files
     found = dict(tensors.read_reference(tmp_path, 12))

@@ -53,7 +53,7 @@ def test_what_a_batch_leaves_is_what_a_resume_begins_with(tmp_path, ranks, of_ra
     report = SimpleNamespace(state=lambda: {"steps": 2}, doing=print, sync_files=lambda: None)
     report.stood_still = lambda name, seconds: None
     report.spared_checkpoints = frozenset
-    had = (report, lambda batches: ()) if of_rank_0 else (Absent(), Absent().references_to_save)
+    had = (report, lambda batches: {}) if of_rank_0 else (Absent(), Absent().references_to_save)
     checkpoints = checkpoints_of(learner, ranks, *had)
     checkpoints.batch_ended(EndOfStep(1, 0, True, 2, 9))
     checkpoints.wait()

@@ -16,7 +16,7 @@ ray = pytest.importorskip("ray", reason="transports need Ray's actors")
 pytest.importorskip("vllm", reason="transports need vLLM's engines")
 
 from local_ray import local_ray
-from registry_actor import RegistryClient
+from registry_actor import publish, registry_client
 from tiny_models import load_model, make_model
 
 from async_grpo.cluster.cluster import Cluster
@@ -47,7 +47,7 @@ class Stack:
 
     def __init__(self, folder):
         self.folder, self.models = folder, {}
-        self.client = RegistryClient()
+        self.client = registry_client()
         self.early = self.start("early")
         self.info = get(self.early.info.remote())
         torch.cuda.set_device(self.trainer_device())
@@ -68,7 +68,7 @@ class Stack:
         )
         config = WorkerConfig(model_path=self.folder, kv_cache_gib=0.25, max_num_seqs=16)
         worker = actor.remote(config, worker_id=name)
-        get(self.client.register(get(worker.info.remote()), worker))
+        get(self.client.controller.register.remote(get(worker.info.remote()), worker))
         return worker
 
     def publish(self, batches):
@@ -80,11 +80,10 @@ class Stack:
             for name, parameter in model.named_parameters()
         )
         self.sender.send(self.client, snapshot, tensors, timeout_s=TIMEOUT_S)
-        reports = self.publisher.announce(
-            self.client, snapshot, roles=("generation",), timeout_s=TIMEOUT_S
-        )
-        assert not reports["generation"].failures
-        return {ack.worker_id: ack for ack in reports["generation"].acks}
+        self.kept = snapshot  # for who joins later
+        report = publish(self.client, snapshot, timeout_s=TIMEOUT_S)
+        assert not report.failures
+        return {ack.worker_id: ack for ack in report.acks}
 
     def generate(self, worker, *, max_tokens=32):
         contract = SamplingContract(1.0, (), max_tokens)

@@ -4,8 +4,11 @@ import sys
 
 import ray
 
+from async_grpo.cluster.cluster import Cluster
+from async_grpo.cluster.handles import RunClient
 from async_grpo.config.roles import GENERATION, role_of
 from async_grpo.controller.registry import WorkerRegistry
+from async_grpo.types import RunId
 
 
 class RegistryActor:
@@ -18,27 +21,22 @@ class RegistryActor:
         self.registry = self.registry or WorkerRegistry(role_of(GENERATION), **self.options)
         await self.registry.register(info, handle)
 
-    async def publish(self, snapshot, roles, timeout_s):
+    async def publish(self, run, snapshot, roles, timeout_s):
         return {GENERATION: await self.registry.publish(snapshot, timeout_s=timeout_s)}
 
     async def receivers(self, role):
         return tuple((member.info, member.handle) for member in self.registry.members)
 
 
-class RegistryClient:
-    """Called as a run's client is."""
+def registry_client(**options):
+    """The way to it, as a run has one to its controller."""
+    # Workers do not find the tests' modules by name.
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    actor = ray.remote(RegistryActor).options(num_cpus=0, max_concurrency=1000)
+    return RunClient(Cluster(), actor.remote(**options), RunId(0, 1))
 
-    def __init__(self, **options):
-        # Workers do not find the tests' modules by name.
-        ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-        actor = ray.remote(RegistryActor).options(num_cpus=0, max_concurrency=1000)
-        self.actor = actor.remote(**options)
 
-    def register(self, info, handle):
-        return self.actor.register.remote(info, handle)
-
-    def publish(self, snapshot, roles, timeout_s):
-        return self.actor.publish.remote(snapshot, roles, timeout_s)
-
-    def receivers(self, role):
-        return self.actor.receivers.remote(role)
+def publish(client, snapshot, *, timeout_s):
+    """Have engines load a snapshot, which whoever calls keeps; what came of it."""
+    call = client.ask(client.controller.publish, snapshot, (GENERATION,), timeout_s)
+    return client.wait(call, timeout_s=2 * timeout_s)[GENERATION]

@@ -16,7 +16,7 @@ import ray
 import torch
 from local_ray import local_ray
 from ray.exceptions import RayActorError
-from registry_actor import RegistryClient
+from registry_actor import publish, registry_client
 from tiny_models import load_model
 
 from async_grpo.cluster.cluster import Cluster
@@ -84,7 +84,7 @@ class Stack:
         from async_grpo.weight_sync.nccl import NcclLink
 
         self.folder, self.make_link = folder, NcclLink
-        self.client = RegistryClient(ping_interval_s=0.5)
+        self.client = registry_client(ping_interval_s=0.5)
         self.publisher = Publisher(Cluster(), bucket_bytes=40_000)
         self.sender = DeviceSender(self.connect, check=self.check)
         self.models, self.snapshots = {}, {}
@@ -93,7 +93,9 @@ class Stack:
         check_route("nccl", worker, sender=TRAINER)
 
     def connect(self, members):
-        link = self.make_link(members, sender=Sender(torch.device("cpu"), TRAINER, "127.0.0.1"))
+        link = self.make_link(
+            members, sender=Sender(torch.device("cpu"), TRAINER, "127.0.0.1", Cluster())
+        )
         assert link._info.packed
         # A tiny model has several of such buffers, as a large one of those of a GiB.
         link._info = replace(link._info, packed_buffer_size_bytes=30_000)
@@ -105,7 +107,7 @@ class Stack:
             num_cpus=1, max_concurrency=1000, runtime_env={"env_vars": environment}
         )
         worker = actor.remote(WorkerConfig(model_path=self.folder), worker_id=name)
-        get(self.client.register(get(worker.info.remote()), worker))
+        get(self.client.controller.register.remote(get(worker.info.remote()), worker))
         return worker
 
     def collect(self, batches):
@@ -117,10 +119,8 @@ class Stack:
         parameters = self.models[snapshot.version].named_parameters()
         tensors = ((name, parameter.detach()) for name, parameter in parameters)
         self.sender.send(self.client, snapshot, tensors, timeout_s=TIMEOUT_S / 2)
-        reports = self.publisher.announce(
-            self.client, snapshot, roles=("generation",), timeout_s=TIMEOUT_S / 2
-        )
-        return reports["generation"]
+        self.kept = snapshot  # for who joins later
+        return publish(self.client, snapshot, timeout_s=TIMEOUT_S / 2)
 
     def generate(self, worker, *, num_samples=4, max_tokens=16):
         contract = SamplingContract(1.0, (), max_tokens)

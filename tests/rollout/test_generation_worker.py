@@ -9,10 +9,10 @@ import numpy as np
 import psutil
 import pytest
 import ray
+import registry_actor
 import torch
 from local_ray import local_ray
 from ray.exceptions import RayActorError, RayTaskError
-from registry_actor import RegistryClient
 from tiny_models import canary_of, load_model
 
 from async_grpo.cluster import cluster as actors
@@ -52,14 +52,13 @@ def workers(cluster, model_folder):
 
 @pytest.fixture(scope="module")
 def registry(cluster):
-    return RegistryClient()
+    return registry_actor.registry_client()
 
 
-def publish(model, registry, version, publisher=None):
-    publisher = publisher or Publisher(Cluster(), bucket_bytes=40_000)
+def publish(model, registry, version):
+    publisher = Publisher(Cluster(), bucket_bytes=40_000)
     snapshot = publisher.pack(model.named_parameters(), version=version)
-    reports = publisher.announce(registry, snapshot, roles=("generation",), timeout_s=TIMEOUT_S)
-    return publisher, reports["generation"]
+    return snapshot, registry_actor.publish(registry, snapshot, timeout_s=TIMEOUT_S)
 
 
 def assert_served_by(model, worker, version):
@@ -98,17 +97,17 @@ def test_a_worker_tells_what_it_can_do_and_generates_only_published_weights(work
 def test_published_weights_reach_members_and_whoever_joins_later(workers, registry, model_folder):
     early, late = workers
     model = load_model(model_folder, noise_seed=1)
-    get(registry.register(get(early.info.remote()), early))
-    publisher, report = publish(model, registry, FIRST)
+    get(registry.controller.register.remote(get(early.info.remote()), early))
+    first, report = publish(model, registry, FIRST)
     assert [ack.worker_id for ack in report.acks] == ["early"] and not report.failures
     assert 0 < report.acks[0].pause_seconds <= report.acks[0].seconds
-    get(registry.register(get(late.info.remote()), late))
+    get(registry.controller.register.remote(get(late.info.remote()), late))
     for worker in workers:
-        assert get(worker.ping.remote()).serves == str(FIRST)
+        assert get(worker.ping.remote()).serves == str(first.version)
         assert_served_by(model, worker, FIRST)
 
     other = load_model(model_folder, noise_seed=2)
-    _, report = publish(other, registry, SECOND, publisher)
+    _, report = publish(other, registry, SECOND)
     assert sorted(ack.worker_id for ack in report.acks) == ["early", "late"]
     for worker in workers:
         assert_served_by(other, worker, SECOND)

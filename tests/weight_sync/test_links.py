@@ -10,7 +10,7 @@ from fake_cluster import PENDING, FakeActor, FakeCluster
 from async_grpo.types import WeightsVersion, WorkerInfo
 from async_grpo.util.errors import DeadlineError, WeightSyncError, WorkerError
 from async_grpo.weight_sync.buckets import pack, tensor_bytes
-from async_grpo.weight_sync.publisher import device_tensors
+from async_grpo.weight_sync.publisher import Publisher
 from async_grpo.weight_sync.transport import WorkersClient
 
 NAMED = [(f"w{i}", torch.full((i + 1, 700), float(i))) for i in range(9)]
@@ -75,7 +75,7 @@ def test_a_failure_is_told_at_once_and_raised_though_others_go_on(error):
 def test_the_parameters_of_a_snapshot_are_those_that_were_gathered():
     snapshot = snapshot_of(NAMED, 0)
     assert len(snapshot.buckets) > 2
-    sent = list(device_tensors(FakeCluster(), snapshot, torch.device("cpu")))
+    sent = list(Publisher(FakeCluster()).read(snapshot))
     assert [name for name, _ in sent] == [name for name, _ in NAMED]
     for (_, tensor), (_, original) in zip(sent, NAMED, strict=True):
         assert torch.equal(tensor, original)
@@ -86,7 +86,7 @@ def test_damaged_bytes_are_not_sent():
     snapshot.buckets[1].data[5] ^= np.uint8(1)
     sent = []
     with pytest.raises(WeightSyncError, match="checksum"):
-        for name, _ in device_tensors(FakeCluster(), snapshot, torch.device("cpu")):
+        for name, _ in Publisher(FakeCluster()).read(snapshot):
             sent.append(name)
     end = snapshot.buckets[0].pieces[-1]
     whole = [m.name for m in snapshot.tensors if m.offset_bytes + tensor_bytes(m) <= sum(end)]
