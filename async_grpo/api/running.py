@@ -25,7 +25,7 @@ from async_grpo.api.rewards import Reward, RewardFile, reward_file
 from async_grpo.cli.launch_file import launch
 from async_grpo.cli.local_run import LocalRun, options_of_run, planned, read_run
 from async_grpo.cli.origin import TRUST, check_origin, here_or_shared
-from async_grpo.cli.run_file import MAY_REPEAT, as_toml, flags_of, read_tables, values_in, values_of
+from async_grpo.cli.run_file import MAY_REPEAT, as_toml, read_tables, values_in, values_of
 from async_grpo.cli.run_processes import COMMAND
 from async_grpo.cli.train import main as train_command
 from async_grpo.config.roles import ENVIRONMENT, GENERATION, LOGPROB, REFERENCE, VERIFIER
@@ -97,17 +97,17 @@ def plan_run(
     """
     rewards, trusted = None, bool(options.pop("trust", False))
     with tempfile.TemporaryDirectory(prefix="async-grpo-") as folder, _as_config_error(folder):
-        file, words = Path(folder, "config"), _flags(plain(options))
+        file, given = Path(folder, "config"), plain(options)
         tables = tables_of(config)
-        chosen = _launch_options(file, tables, words)
-        first = read_run(**chosen)
+        first = read_run(**_launch_options(file, tables, given))
         of_file = os.fspath(config) if isinstance(config, str | os.PathLike) else ""
-        check_origin(first, file=of_file, typed=words, trusted=trusted)
+        typed = [str(value) for value in given.values()]
+        check_origin(first, file=of_file, typed=typed, trusted=trusted)
         tables = with_workers(tables, first)
         if reward is not None:
             rewards = reward_file(reward, folder=first.folder)
             tables = with_rewards(tables, rewards.names)
-        plan = planned(trust=True, **_launch_options(file, tables, words))
+        plan = planned(trust=True, **_launch_options(file, tables, given))
         check_overwrite(plan.train, is_typed=plan.types_overwrite)
         check_free(plan.folder)
         return plan, rewards
@@ -214,20 +214,15 @@ class Run:
             raise RunFailed(self._process.failure, folder=self.folder)
 
 
-def _launch_options(file: Path, tables: Tables, words: Sequence[str]) -> dict[str, Any]:
-    file.write_text(as_toml(tables))
-    return options_of_run(launch.make_context("launch", [str(file), *words]).params)
-
-
-def _flags(options: dict[str, object]) -> list[str]:
-    """Options of the trainer, or of `launch`, as they are typed."""
+def _launch_options(file: Path, tables: Tables, options: Mapping[str, object]) -> dict[str, Any]:
+    """Those of `launch` for these tables; `options`, of the trainer or of it, go before them."""
     of_launch = {name: value for name, value in options.items() if name in OF_LAUNCH}
     of_train = {name: value for name, value in options.items() if name not in OF_LAUNCH}
-    where = "option"
-    return [
-        *flags_of(values_of(of_launch, command=launch, where=where), command=launch),
-        *flags_of(values_of(of_train, command=train_command, where=where), command=train_command),
-    ]
+    own = values_of(of_launch, command=launch, where="option")
+    given = values_of(of_train, command=train_command, where="option")
+    file.write_text(as_toml(tables))
+    context = launch.make_context("launch", [str(file)], default_map=own)
+    return {**options_of_run(context.params), "given": given}
 
 
 @contextlib.contextmanager

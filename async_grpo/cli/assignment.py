@@ -187,10 +187,11 @@ def in_words(run: LocalRun, found: Sequence[Dispatch]) -> str:
     return ", ".join(told)
 
 
-def with_share(run: LocalRun, each: Dispatch) -> LocalRun:
-    """The run with a dispatcher's share of its table, for its command line."""
-    config = replace(run.workers[each.worker], num_workers=each.count)
-    if config.num_devices:
-        config = replace(config, gpus_per_worker=each.share)
-    before, after = run.workers[: each.worker], run.workers[each.worker + 1 :]
-    return replace(run, workers=(*before, config, *after))
+def dispatched(run: LocalRun, found: Sequence[Dispatch]) -> LocalRun:
+    """The run with a table for each dispatcher, of its share of the one that it is of."""
+    return replace(run, workers=tuple(_share_of(run.workers[each.worker], each) for each in found))
+
+
+def _share_of(config: WorkerConfig, each: Dispatch) -> WorkerConfig:
+    share = each.share if config.num_devices else config.gpus_per_worker
+    return replace(config, num_workers=each.count, gpus_per_worker=share)

@@ -271,7 +271,9 @@ class Trials:
         }  # fmt: skip
         run = replace(self._run, train=TrainConfig(**settings))
         log = self._place / f"{name}.log"
-        command = [*COMMAND, "train", *run.train_options]
+        run.logs.mkdir(parents=True)
+        run.write_file()
+        command = [*COMMAND, *run.train_words]
         environment = {"OMP_NUM_THREADS": "1"} | os.environ
         with ChildProcess("the trainer", command, log=log, environment=environment,
                      stop_timeout_s=deadlines.TRAINER_ENDED_S) as trainer:  # fmt: skip

@@ -49,17 +49,15 @@ def quickstart(
     """
     folder = Path(output_dir)
     questions, held_out = folder / "questions.jsonl", folder / "held_out.jsonl"
-    train_options = (
-        "--overwrite",
-        *(f"--data-path={questions}", f"--eval-data-path={held_out}"),
-        *(f"--output-dir={folder}", f"--num-training-batches={num_batches}"),
-        *(f"--nproc-per-node={num_ranks}", f"--max-staleness={max_staleness}"),
-        f"--infinite-sampler-seed={seed}",
-    )
+    given = {
+        "overwrite": True, "data_path": str(questions), "eval_data_path": str(held_out),
+        "output_dir": str(folder), "num_training_batches": num_batches,
+        "nproc_per_node": num_ranks, "max_staleness": max_staleness, "infinite_sampler_seed": seed,
+    }  # fmt: skip
     prepare_options = (f"--seed={seed}", f"--output={questions}", f"--held-out-output={held_out}")
-    options = launch.make_context("launch", [config, *train_options]).params
+    options = launch.make_context("launch", [config]).params
     options["prepare"] = f"{options['prepare']} {shlex.join(prepare_options)}"
-    run = planned(**options_of_run(options))
+    run = planned(**options_of_run(options), given=given)
     if folder.exists() and not _is_own(run):
         raise ConfigError(
             f"--output-dir {folder} exists and is not a quick start's: name another folder"

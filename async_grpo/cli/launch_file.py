@@ -25,11 +25,11 @@ from async_grpo.cli.assignment import (
     Node,
     described,
     devices_in,
+    dispatched,
     dispatches,
     in_words,
     placed,
     plan_on,
-    with_share,
 )
 from async_grpo.cli.boundary import EXIT_ERROR, command_boundary
 from async_grpo.cli.local_run import (
@@ -49,6 +49,7 @@ from async_grpo.cli.run_processes import (
     CheckBeside,
     cluster_of,
     dispatcher_of,
+    name_of,
     refuse_broken,
     remote_dispatcher_of,
 )
@@ -167,7 +168,7 @@ def _carry_out(run: LocalRun, given: LocalRun) -> None:
         number = getattr(interrupt, "number", signal.SIGINT)
         raise Interrupted(number, f"interrupted; {how_to_go_on(run)}") from None
     if run.plot:
-        _finish(*COMMAND, "plot", *run.plot_options)
+        _finish(*COMMAND, *run.plot_words)
     click.echo(conclusion(run, seconds=time.monotonic() - started))
 
 
@@ -196,19 +197,21 @@ def _train(run: LocalRun) -> None:
         found = dispatches(run, nodes)
         logger.info("starting workers (%s) and the trainer ...", in_words(run, found))
         workers: list[Watched] = [beside]
-        for each in found:
-            own = with_share(run, each)
+        names = [name_of(run, each.worker) for each in found]
+        run = dispatched(run, found)
+        run.write_file()
+        for number, (each, name) in enumerate(zip(found, names, strict=True)):
             worker: ChildProcess | RemoteProcess = (
-                dispatcher_of(own, each.worker, environment)
+                dispatcher_of(run, number, environment, name=name)
                 if each.node == nodes[0]
-                else remote_dispatcher_of(own, each.worker, node=each.node)
+                else remote_dispatcher_of(run, number, name=name, node=each.node)
             )
             stack.enter_context(worker)
             workers.append(worker)
         # At once: it waits for them itself, and what takes it longest is to import.
         trainer = ChildProcess(
             "the trainer",
-            [*COMMAND, "train", *run.train_options],
+            [*COMMAND, *run.train_words],
             log=run.logs / "trainer.log",
             environment=environment | {LAUNCH_LOGS: str(run.logs)},
             shows_output=True,

@@ -18,8 +18,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import click
-
 from async_grpo.cli.options import is_typed
 from async_grpo.cli.origin import check_origin
 from async_grpo.cli.plot import plot
@@ -27,8 +25,6 @@ from async_grpo.cli.run_file import (
     SHARED_OPTIONS,
     Table,
     as_toml,
-    defaults_in,
-    flags_of,
     read_tables,
     values_in,
     values_of,
@@ -36,7 +32,6 @@ from async_grpo.cli.run_file import (
 from async_grpo.cli.train import check_algorithm, config_of
 from async_grpo.cli.train import main as train
 from async_grpo.cli.worker import main as worker
-from async_grpo.config.objective import preset_options
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.util import deadlines
@@ -53,6 +48,7 @@ RUN_OPTIONS = (  # of `launch`
     "unconfined_code",
 )  # fmt: skip
 END_OF_FILE = "END_OF_RUN_FILE"  # in a script for a queue
+NOTHING: Table = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,22 +98,28 @@ class LocalRun:
         return is_trained and any(self.folder.glob("hf_format/samples_*"))
 
     @property
-    def worker_options(self) -> list[list[str]]:
-        """Command lines of the dispatchers."""
-        defaults = defaults_in(WorkerConfig)
-        return [_flags(worker, values_in(config), but=defaults) for config in self.workers]
+    def file(self) -> Path:
+        """Where its processes read what they are: all of `tables`, whatever is typed."""
+        return self.logs / "resolved.toml"
+
+    def write_file(self) -> None:
+        """Before any of its processes is started."""
+        self.file.write_text(as_toml(self.tables))
+
+    def worker_words(self, number: int) -> list[str]:
+        """The command line of the dispatcher of a [[worker]] table."""
+        return ["worker", "--config", str(self.file), "--table", str(number)]
 
     @property
-    def train_options(self) -> list[str]:
-        """The command line of the trainer: what its preset and the defaults do not say."""
-        own = values_in(self.train) | {"nproc_per_node": self.num_ranks}
-        longest = self.train.sampling.max_generation_tokens
-        preset = preset_options(self.train.objective.preset, max_generation_tokens=longest)
-        return _flags(train, own, but=defaults_in(TrainConfig) | preset | {"nproc_per_node": 1})
+    def train_words(self) -> list[str]:
+        """The command line of the trainer; --overwrite holds only where it is typed."""
+        typed = ["--overwrite"] if self.train.recording.overwrite else []
+        return ["train", "--config", str(self.file), *typed]
 
     @property
-    def plot_options(self) -> list[str]:
-        return flags_of(values_of(self.plot, command=plot, where="[plot]"), command=plot)
+    def plot_words(self) -> list[str]:
+        """The command line that draws the picture."""
+        return ["plot", "--config", str(self.file)]
 
     @property
     def tables(self) -> dict[str, list[Table]]:
@@ -174,23 +176,24 @@ def read_run(
     prepare: str,
     num_cpus: int,
     ray_address: str,
+    given: Table = NOTHING,
     **of_workers: bool,
 ) -> LocalRun:
     """The run of a file, or without one that of the trainer's options alone.
 
-    `of_workers`: switches that each of them gets where they are on.
+    `given`: options of the trainer, as if they were typed. `of_workers`: switches that each of them
+    gets where they are on.
     """
     permitted = {name: True for name, is_on in of_workers.items() if is_on}
     shared, tables = read_tables(config) if config else ({}, {})
     workers = []
     for table in tables.get("worker", []):
         values = values_of(table, command=worker, where=f"{config}: [worker]")
-        options = worker.make_context("worker", flags_of(values, command=worker)).params
+        options = worker.make_context("worker", [], default_map=values).params
         workers.append(WorkerConfig(**options | permitted))
     values = values_of(tables.get("train", [shared])[0], command=train, where=f"{config}: [train]")
-    context = train.make_context("train", [*flags_of(values, command=train), *train_options])
+    context = train.make_context("train", [*train_options], default_map={**values, **given})
     trained = config_of(context)
-    typed = train.make_context("train", [*train_options], resilient_parsing=True)
     [picture] = tables.get("plot", [{}])
     values_of(picture, command=plot, where=f"{config}: [plot]")
     _check_cluster(trained.places.ray_address, of_workers=ray_address if workers else None)
@@ -206,7 +209,7 @@ def read_run(
         plot=_without_shared({**own, **picture}) if "plot" in tables else {},
         num_cpus=max(num_cpus or os.cpu_count() or 1, sum(each.num_workers for each in workers)),
         ray_address=ray_address,
-        types_overwrite=is_typed(typed, "overwrite"),
+        types_overwrite=is_typed(context, "overwrite") or "overwrite" in given,
         given_cpus=num_cpus,
     )
 
@@ -238,11 +241,9 @@ def commands_of(run: LocalRun) -> list[str]:
     if run.starts_head:
         devices = f" --num-gpus {run.num_devices}" if run.num_devices else ""
         commands.append(f"ray start --head --block --num-cpus {run.num_cpus}{devices}")
-    commands += [f"async-grpo worker {shlex.join(options)}" for options in run.worker_options]
-    commands.append(f"async-grpo train {shlex.join(run.train_options)}")
-    if run.plot:
-        commands.append(f"async-grpo plot {shlex.join(run.plot_options)}")
-    return commands
+    own = [run.worker_words(number) for number in range(len(run.workers))]
+    own += [run.train_words, *([run.plot_words] if run.plot else [])]
+    return [*commands, *(f"async-grpo {shlex.join(words)}" for words in own)]
 
 
 def resolved_text(run: LocalRun, *, commands: Sequence[str]) -> str:
@@ -336,12 +337,6 @@ def _body(run: LocalRun, command: str) -> str:
         f"mv {file}.new {file}\n"
         f"exec {command}\n"
     )
-
-
-def _flags(command: click.Command, values: Table, *, but: Table) -> list[str]:
-    """The command line of the values that are not those of `but`."""
-    given = {key: value for key, value in values.items() if value != but.get(key)}
-    return flags_of(given, command=command)
 
 
 def _without_shared(table: Table) -> Table:

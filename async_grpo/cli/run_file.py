@@ -112,11 +112,18 @@ def _entry(table: Table, file: str, *, option: str, name: str) -> str:
         raise click.UsageError(f"{file}: {error}") from None
 
 
-def table_of(file: str, *, command: click.Command, mode: object) -> dict[str, object]:
-    """{parameter of `command`: value} of its own table; `mode` chooses among [[worker]] tables."""
+def table_of(
+    file: str, *, command: click.Command, mode: object, number: str | None
+) -> dict[str, object]:
+    """{parameter of `command`: value} of its own table.
+
+    Its `number`, or else `mode`, chooses among [[worker]] tables.
+    """
     name = str(command.name)
     shared, found = read_tables(file)
     tables = found.get(name, [shared])
+    if number is not None:
+        tables = [tables[int(number)]]
     if len(tables) > 1:
         default = next(p.default for p in command.params if p.name == "mode")
         modes = [table.get("mode", default) for table in tables]
@@ -141,27 +148,6 @@ def values_of(table: Table, *, command: click.Command, where: str) -> dict[str, 
             rule = f"is no option of `async-grpo {command.name}`"
             raise _unknown(f"{where} {key}", rule, key, known)
     return values
-
-
-def flags_of(values: Table, *, command: click.Command) -> list[str]:
-    """The command line that gives `command` these values."""
-    flags: list[str] = []
-    for parameter in command.params:
-        value = values.get(str(parameter.name))
-        if value is None:
-            continue
-        if isinstance(parameter, click.Argument):
-            flags += value if isinstance(value, list) else [str(value)]
-        elif isinstance(value, bool):
-            names = parameter.opts if value else parameter.secondary_opts
-            flags += names[:1]
-        else:
-            name = max(parameter.opts, key=len)
-            # Nothing in the place of a default of several is typed, too.
-            none = [""] if getattr(parameter, "between", "") and parameter.default else []
-            listed = value or none if isinstance(value, list) else [value]
-            flags += [f"{name}={each}" for each in listed]
-    return flags
 
 
 def config_option(function: Callable[..., object]) -> Callable[..., object]:
@@ -241,14 +227,6 @@ def values_in(config: Any) -> dict[str, object]:
     return {
         name: _repeated(value, known[name].metadata["several"])
         for name, value in config.options().items()
-    }
-
-
-def defaults_in(config_class: type[Any]) -> dict[str, object]:
-    """The same of what its options are by default."""
-    return {
-        name: _repeated(each.default, each.metadata["several"])
-        for name, each in option_fields(config_class).items()
     }
 
 

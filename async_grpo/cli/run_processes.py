@@ -83,29 +83,33 @@ def _keep_logs(session: Path, target: Path) -> None:
         shutil.copytree(session / "session_latest" / "logs", target, ignore_dangling_symlinks=True)
 
 
-def dispatcher_of(run: LocalRun, number: int, environment: Mapping[str, str]) -> ChildProcess:
+def dispatcher_of(
+    run: LocalRun, number: int, environment: Mapping[str, str], *, name: str
+) -> ChildProcess:
     """One of the run's dispatchers, to be started."""
-    name, command = _name_of(run, number), [*COMMAND, "worker", *run.worker_options[number]]
-    log = run.logs / f"{name}.log"
     return ChildProcess(
-        f"the {name} worker", command, log=log, environment=environment, max_restarts=MAX_RESTARTS
+        f"the {name} worker",
+        [*COMMAND, *run.worker_words(number)],
+        log=run.logs / f"{name}.log",
+        environment=environment,
+        max_restarts=MAX_RESTARTS,
     )
 
 
-def remote_dispatcher_of(run: LocalRun, number: int, *, node: Node) -> RemoteProcess:
-    """The same on another node."""
-    name = _name_of(run, number)
+def remote_dispatcher_of(run: LocalRun, number: int, *, name: str, node: Node) -> RemoteProcess:
+    """The same on another node, which need not see the run's folder."""
     process = ChildProcess(
         f"the {name} worker on {node.host}",
-        [*COMMAND[1:], "worker", "--ends-with-stdin", *run.worker_options[number]],
+        [*COMMAND[1:], *run.worker_words(number), "--ends-with-stdin"],
         log=run.logs / f"{name}@{node.host}.log",
         environment={"OMP_NUM_THREADS": "1", "RAY_ADDRESS": run.ray_address},
         max_restarts=MAX_RESTARTS,
     )
-    return RemoteProcess(process, node_id=node.node_id)
+    return RemoteProcess(process, node_id=node.node_id, reads=run.file)
 
 
-def _name_of(run: LocalRun, number: int) -> str:
+def name_of(run: LocalRun, number: int) -> str:
+    """What the workers of a table are called, in the names of logs too."""
     modes = [config.mode for config in run.workers]
     mode = modes[number]
     return mode if modes.count(mode) == 1 else f"{mode}_{number}"

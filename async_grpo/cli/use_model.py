@@ -22,7 +22,7 @@ import click
 from async_grpo.cli.boundary import command_boundary
 from async_grpo.cli.local_run import LocalRun
 from async_grpo.cli.options import CONTEXT, OptionsCommand, options_of
-from async_grpo.cli.run_processes import cluster_of, dispatcher_of
+from async_grpo.cli.run_processes import cluster_of, dispatcher_of, name_of
 from async_grpo.config.command_options import EvaluateConfig, GenerateConfig, ServeConfig
 from async_grpo.config.data_files import as_text
 from async_grpo.config.roles import ENVIRONMENT, GENERATION
@@ -80,10 +80,11 @@ def _measured(config: EvaluateConfig, *, model: str, data: str) -> dict[str, obj
         num_devices=len(usable_devices().devices),
     )
     run.logs.mkdir(parents=True)
+    run.write_file()
     with contextlib.ExitStack() as stack:
         environment, _ = stack.enter_context(cluster_of(run))
         workers = [
-            stack.enter_context(dispatcher_of(run, number, environment))
+            stack.enter_context(dispatcher_of(run, number, environment, name=name_of(run, number)))
             for number in range(len(run.workers))
         ]
         os.environ.update(environment)  # before Ray is imported

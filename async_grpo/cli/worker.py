@@ -37,6 +37,7 @@ WATCH_INTERVAL_S = 0.5
 @click.command("worker", cls=OptionsCommand, context_settings=CONTEXT)
 @options_of(WorkerConfig)
 @config_option
+@click.option("--table", type=int, hidden=True, expose_value=False)  # which [[worker]], from 0
 @interrupts.stdin_option
 @command_boundary()
 def main(**options: Any) -> None:

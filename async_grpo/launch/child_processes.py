@@ -178,9 +178,11 @@ class ChildProcess:
 class CommandHost:
     """The actor on another node, which holds the command as its child."""
 
-    def __init__(self, process: ChildProcess) -> None:
-        """`process`: see `RemoteProcess`."""
-        process.log.parent.mkdir(parents=True, exist_ok=True)
+    def __init__(self, process: ChildProcess, files: Mapping[Path, str]) -> None:
+        """`process`: see `RemoteProcess`; `files`: the texts of those that it reads."""
+        process.log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for file, text in files.items():
+            file.write_text(text)
         process.command = [sys.executable, *process.command]
         process.environment = {**os.environ, **process.environment}
         self._process = process.__enter__()
@@ -210,6 +212,7 @@ class RemoteProcess:
     process: ChildProcess
     _: KW_ONLY
     node_id: str
+    reads: Path  # a file here, beside the log, which it finds there too
 
     def __enter__(self) -> Self:
         from async_grpo.cluster.cluster import Cluster  # imports Ray
@@ -218,7 +221,7 @@ class RemoteProcess:
         log, folder = self.process.log.absolute(), os.getcwd()
         process = replace(self.process, log=log, folder=folder, stdin=subprocess.PIPE)
         actor = self._cluster.actor(CommandHost, node_id=self.node_id, max_concurrency=10)
-        self._host = actor.remote(process)
+        self._host = actor.remote(process, {self.reads.absolute(): self.reads.read_text()})
         self._last_words = self._host.last_words.remote()
         return self
 

@@ -266,7 +266,7 @@ def machine(device: torch.device) -> dict[str, object]:
     is_cuda = device.type == "cuda"
     return {
         "release": RELEASE,
-        "torch": torch.RELEASE,
+        "torch": torch.__version__,
         "device": torch.cuda.get_device_name(device) if is_cuda else "cpu",
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),

@@ -1,13 +1,14 @@
 """Which workers of a file go to which node of a cluster."""
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_grpo.cli.assignment import Node, dispatches, in_words, with_share
+from async_grpo.cli.assignment import Node, dispatched, dispatches, in_words
 from async_grpo.cli.launch_file import launch
 from async_grpo.cli.local_run import options_of_run, planned
 from async_grpo.util.errors import ConfigError
@@ -59,14 +60,14 @@ def test_deepscaler_samples_and_scores_on_two_machines_and_trains_on_this_one(mo
     )
 
 
-def test_a_dispatcher_has_its_share_of_the_table_on_its_command_line(tmp_path):
+def test_a_dispatcher_has_its_share_of_the_table(tmp_path):
     run = run_of(tmp_path, generation=3)
     found = dispatches(run, nodes_of(2, 2, 2))
     assert counts(found) == [(0, "n1", 1), (0, "n2", 2), (1, "n1", 1), (2, "n0", 1)]
-    first = with_share(run, found[0]).worker_options[0]
-    assert set(first) == {"--model-path=m"}
-    second = with_share(run, found[1]).worker_options[0]
-    assert set(second) == {"--model-path=m", "--num-workers=2"}
+    generation, logprob, environment = run.workers
+    assert dispatched(run, found).workers == (
+        replace(generation, num_workers=1), replace(generation, num_workers=2), logprob, environment
+    )  # fmt: skip
 
 
 def test_one_node_has_all(tmp_path):

@@ -36,19 +36,19 @@ learning_rate = 1e-4
 """
 # In the place of `async-grpo train`; `{name}` are what a test wants of the run of that name.
 TRAINER = """
-import json, pathlib, sys
-options = dict(word[2:].split("=", 1) for word in sys.argv[2:] if "=" in word)
-folder = pathlib.Path(options["output-dir"])
+import json, pathlib, sys, tomllib
+options = tomllib.loads(pathlib.Path(sys.argv[sys.argv.index("--config") + 1]).read_text())["train"]
+folder = pathlib.Path(options["output_dir"])
 asked = json.loads(pathlib.Path("asked.json").read_text()).get(folder.name, {})
 with open("runs.jsonl", "a") as file:
-    pairs = pathlib.Path(options["data-path"]).read_text().splitlines()
+    pairs = pathlib.Path(options["data_path"]).read_text().splitlines()
     file.write(json.dumps(options | {"name": folder.name, "pairs": len(pairs),
                "tokens": len(json.loads(pairs[0])["completion_token_ids"])}) + "\\n")
 if "error" in asked:
     sys.exit("error: " + asked["error"])
 (folder / "hf_format" / "samples_1").mkdir(parents=True)
 (folder / "hf_format" / "samples_1" / "model.safetensors").write_text(asked.get("weights", "same"))
-losses = asked.get("losses", [2.0] + [1.0] * (int(options["num-training-batches"]) - 1))
+losses = asked.get("losses", [2.0] + [1.0] * (options["num_training_batches"] - 1))
 rows = [json.dumps({"loss": loss, "seconds": 0.5}) + "\\n" for loss in losses]
 (folder / "training_metrics.jsonl").write_text("".join(rows))
 """
@@ -90,10 +90,10 @@ def test_the_largest_minibatch_then_one_batch_then_its_second_half(deep):
     assert [(run["name"], run["pairs"], run["tokens"]) for run in runs] == [
         ("worst", 20, 99), ("batch", 8, 3), ("again", 8, 3),
     ]  # fmt: skip
-    assert {(run["nproc-per-node"], run["learning-rate"]) for run in runs} == {("2", "0.0001")}
+    assert {(run["nproc_per_node"], run["learning_rate"]) for run in runs} == {(2, 0.0001)}
     assert {run["algorithm"] for run in runs} == {"sft"}
     assert runs[2]["resume"].endswith("batch/checkpoints/batch_10")
-    assert not Path(runs[0]["output-dir"]).exists()
+    assert not Path(runs[0]["output_dir"]).exists()
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,8 @@ from async_grpo.cli.first_steps import quickstart
 from async_grpo.cli.launch_file import _file_kept, launch
 from async_grpo.cli.local_run import options_of_run, planned
 from async_grpo.cli.train import resolved
+from async_grpo.config.train_config import TrainConfig
+from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.run.first_checks import check_overwrite
 
 REPOSITORY = Path(__file__).parents[2]
@@ -91,16 +93,16 @@ def plan(*arguments):
     return planned(**options_of_run(options))
 
 
-def test_each_table_becomes_a_command_line(file, tmp_path):
+def test_each_table_becomes_a_config(file, tmp_path):
     run = plan(file)
-    assert [set(options) for options in run.worker_options] == [
-        {"--model-path=m", "--no-enable-prefix-caching"},
-        {"--model-path=m", "--mode=logprob", "--num-workers=3"},
-    ]
-    assert set(run.train_options) == {
-        "--model-name-or-path=m", "--data-path=d", f"--output-dir={tmp_path}/run",
-        "--learning-rate=1e-05", "--deterministic", "--max-staleness=0",
-    }  # fmt: skip
+    assert run.workers == (
+        WorkerConfig(model_path="m", enable_prefix_caching=False),
+        WorkerConfig(model_path="m", mode="logprob", num_workers=3),
+    )
+    assert run.train == TrainConfig(
+        model_name_or_path="m", data_path="d", output_dir=f"{tmp_path}/run", learning_rate=1e-5,
+        deterministic=True, max_staleness=0,
+    )  # fmt: skip
     assert (run.ray_address, run.plot) == ("elsewhere:1", {})
 
 
@@ -112,7 +114,6 @@ def test_ray_counts_a_cpu_for_each_worker_at_least(file):
 def test_options_behind_the_file_go_before_those_in_it(file):
     run = plan(file, "--num-training-batches", "3", "--no-deterministic", "--ray-address", "x:2")
     assert (run.train.batching.num_training_batches, run.train.batching.deterministic) == (3, False)
-    assert "--num-training-batches=3" in run.train_options
     assert run.ray_address == "x:2"
 
 
@@ -148,7 +149,7 @@ def test_the_quick_start_s_file_is_a_run(monkeypatch):
     assert [config.mode for config in run.workers] == ["generation", "logprob"]
     [command] = run.prepare
     assert run.train.data.data_path in command and run.train.evaluation.eval_data_path in command
-    assert f"--output={run.folder}/reward.svg" in run.plot_options
+    assert run.plot["output"] == f"{run.folder}/reward.svg"
 
 
 EXAMPLES = [
@@ -214,7 +215,7 @@ def test_overwrite_that_is_typed_holds_and_so_does_one_of_a_file_without_a_check
         run.write("overwrite = true\n")
     assert CliRunner().invoke(launch, [file]).exit_code == 0
     assert [run.train.recording.overwrite for run in trained] == [True, True]
-    assert all("--overwrite" in run.train_options for run in trained)
+    assert all("--overwrite" in run.train_words for run in trained)
 
 
 def test_no_example_removes_a_run():
@@ -277,7 +278,7 @@ def test_a_run_s_folder_keeps_the_very_file_that_was_launched(monkeypatch, tmp_p
     with _file_kept(run):
         (run.folder / "training_params.json").touch()
     again = CliRunner().invoke(launch, ["runs/laptop/run.toml", "--dry-run"]).stdout
-    assert first == again and "--output-dir=runs/laptop" in first
+    assert first == again and 'output_dir = "runs/laptop"' in first
 
 
 def test_environment_and_agent_train_the_same_model_on_the_same_questions(monkeypatch):

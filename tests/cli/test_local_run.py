@@ -9,6 +9,7 @@ from click.testing import CliRunner
 
 from async_grpo.cli.launch_file import _file_kept, launch
 from async_grpo.cli.local_run import RUN_FILE, commands_of, read_run, resolved_text, resuming
+from async_grpo.cli.options import is_typed
 from async_grpo.cli.run_file import as_toml
 from async_grpo.cli.train import config_of
 from async_grpo.cli.train import main as train
@@ -91,26 +92,28 @@ def test_quotes_presets_and_lists_survive_being_resolved(tricky, tmp_path):
     assert resolved_text(again, commands=commands_of(again)) == resolved.read_text()
 
 
-def test_the_trainer_s_command_line_makes_the_same_config(tricky):
-    run = read(tricky)
-    context = train.make_context("train", list(run.train_options))
-    assert config_of(context) == run.train
-    assert context.params["nproc_per_node"] == 4
-    assert "--clip-high=0.2" in run.train_options  # the preset says otherwise
-    assert not any(option.startswith("--adam-beta1") for option in run.train_options)
+def processes_of(run):
+    """What the dispatchers and the trainer make of the commands by which they are started."""
+    run.logs.mkdir(parents=True)
+    run.write_file()
+    words = [run.worker_words(number)[1:] for number in range(len(run.workers))]
+    made = [WorkerConfig(**worker.make_context("worker", each).params) for each in words]
+    context = train.make_context("train", run.train_words[1:])
+    return tuple(made), config_of(context), context.params["nproc_per_node"]
+
+
+def test_processes_read_quotes_presets_and_lists_as_they_are(tricky, tmp_path):
+    run = read(tricky, "--output-dir", str(tmp_path / "run"), "--overwrite")
+    assert processes_of(run) == ((), run.train, 4)
+    context = train.make_context("train", run.train_words[1:])
+    assert is_typed(context, "overwrite")
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
-def test_the_dispatchers_command_lines_make_the_same_configs(example, monkeypatch):
+def test_processes_read_the_configs_of_an_example(example, monkeypatch, tmp_path):
     monkeypatch.chdir(REPOSITORY)
-    run = read(example)
-    made = [
-        WorkerConfig(**worker.make_context("worker", list(options)).params)
-        for options in run.worker_options
-    ]
-    assert made and tuple(made) == run.workers
-    context = train.make_context("train", list(run.train_options))
-    assert (config_of(context), context.params["nproc_per_node"]) == (run.train, run.num_ranks)
+    run = read(example, "--output-dir", str(tmp_path / "run"))
+    assert run.workers and processes_of(run) == (run.workers, run.train, run.num_ranks)
 
 
 def test_every_command_is_listed_in_order(monkeypatch):
@@ -121,7 +124,7 @@ def test_every_command_is_listed_in_order(monkeypatch):
         "python sample-data/create_count_down.py", "ray start", "async-grpo worker",
         "async-grpo worker", "async-grpo train", "async-grpo plot",
     ]  # fmt: skip
-    assert any("--num-training-batches=3" in line for line in lines)
+    assert "num_training_batches = 3" in lines
 
 
 def test_the_file_in_the_run_s_folder_goes_on_with_the_run(tricky, tmp_path):

@@ -8,7 +8,6 @@ from click.testing import CliRunner
 
 from async_grpo.cli.options import given_options
 from async_grpo.cli.plot import plot
-from async_grpo.cli.run_file import flags_of
 from async_grpo.cli.train import config_of
 from async_grpo.cli.train import main as train
 from async_grpo.cli.worker import main as worker
@@ -85,13 +84,14 @@ def test_what_the_file_says_counts_as_given_and_goes_before_a_preset(parsed):
     ) == (0.1, 4e-4, "sequence")
 
 
-def test_the_mode_chooses_among_the_tables_of_workers(parsed):
+def test_the_mode_or_the_number_chooses_among_the_tables_of_workers(parsed):
     params = parsed(worker, "--mode", "generation").params
     assert (params["max_num_seqs"], params["namespace"]) == (5, "shared")
     assert params["enable_prefix_caching"] is False
     assert parsed(worker, "--mode=logprob").params["namespace"] == "own"
     with pytest.raises(click.UsageError, match=r"has 2 .* choose one with --mode, of gen"):
         parsed(worker)
+    assert parsed(worker, "--table", "1").params["mode"] == "logprob"
 
 
 TRAIN = "[train]\n"
@@ -138,14 +138,6 @@ def test_what_is_wrong_is_named_with_file_key_and_remedy(parsed, text, sentence)
 def test_several_are_a_list_or_a_text_that_holds_them_all(parsed, value, typed, trackers):
     text = f"{TRAIN}model_name_or_path = 'm'\ndata_path = 'd'\ntrackers = {value}"
     assert parsed(train, *typed, text=text).params["trackers"] == trackers
-
-
-def test_none_of_several_is_typed_where_there_is_a_default():
-    assert flags_of({"trackers": []}, command=train) == ["--trackers="]
-    assert flags_of({"trackers": ["wandb", "mlflow"]}, command=train) == [
-        "--trackers=wandb", "--trackers=mlflow",
-    ]  # fmt: skip
-    assert flags_of({"teacher_for": []}, command=train) == []
 
 
 def test_a_list_is_asked_for_where_an_option_may_repeat(parsed):

@@ -44,7 +44,7 @@ def command(connected, tmp_path, monkeypatch):
             "it", ["command.py"], log=tmp_path / "logs" / "it.log",
             environment={"GIVEN": "given"}, **options,
         )  # fmt: skip
-        return RemoteProcess(process, node_id=here.node_id)
+        return RemoteProcess(process, node_id=here.node_id, reads=tmp_path / "command.py")
 
     return start
 
