@@ -89,9 +89,7 @@ class BatcherPlan:
     def sets(self) -> tuple[SetPlan, ...]:
         """All sets of held-out questions that are not empty, as they are sampled."""
         unnamed = ((EvaluationSet(name=UNNAMED), self.held_out),)
-        named = (
-            (each, self.named_sets.get(each.name, ())) for each in self.config.evaluation.named_sets
-        )
+        named = ((each, self.named_sets.get(each.name, ())) for each in self.config.evaluation.eval)
         return tuple(
             SetPlan(config, questions, sampling_of(config, self.sampling))
             for config, questions in (*unnamed, *named)

@@ -58,8 +58,8 @@ def check_folders(setup: Setup, _: Facts) -> Iterator[Finding]:
         "output", lambda: check_output(config), f"{config.recording.output_dir} can be written"
     )
     yield from _of("output", lambda: check_overwrite(config, is_typed=setup.types_overwrite))
-    trackers = ", ".join(config.recording.tracker_names) or "none"
-    yield from _of("trackers", lambda: check_trackers(config.recording.tracker_names), trackers)
+    trackers = ", ".join(config.recording.trackers) or "none"
+    yield from _of("trackers", lambda: check_trackers(config.recording.trackers), trackers)
 
 
 def check_code(setup: Setup, _: Facts) -> Iterator[Finding]:

@@ -12,7 +12,6 @@ from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
 from async_grpo.cli.run_file import OF_TRL, table_of
-from async_grpo.config.data_files import split_text
 from async_grpo.config.option import (
     flag,
     groups_of,
@@ -75,11 +74,9 @@ class OptionsCommand(click.Command):
 class GroupedOption(click.Option):
     """An option of a config class."""
 
-    def __init__(self, *arguments: Any, group: str, between: str = "", **settings: Any) -> None:
-        """`between` stands between the values of one that may be typed again and again."""
+    def __init__(self, *arguments: Any, group: str, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
         self.group = group
-        self.between = between
 
 
 def without_truth_values(args: Sequence[str], *, switches: Mapping[str, str]) -> Iterator[str]:
@@ -107,9 +104,7 @@ def options_of(config_class: type[Any]) -> Callable[[Function], Function]:
     def decorate(function: Function) -> Function:
         fields, docs = option_fields(config_class), option_docs(config_class)
         for name, group in reversed(groups_of(config_class).items()):
-            between = fields[name].metadata["several"]
-            settings = {"cls": GroupedOption, "group": group, "between": between}
-            settings |= {"help": docs[name]}
+            settings = {"cls": GroupedOption, "group": group, "help": docs[name]}
             function = _click_option(config_class, fields[name], settings)(function)
         return function
 
@@ -138,10 +133,8 @@ def _click_option(
     if not is_required:
         settings["default"] = field.default
     choices = field.metadata["choices"]
-    if between := field.metadata["several"]:
-        default = split_text(str(field.default), between)
-        settings |= {"multiple": True, "default": default}
-        settings["callback"] = lambda *given: between.join(given[2])
+    if field.metadata["several"]:
+        annotation, settings["multiple"] = str, True
     if annotation is bool:
         name = flag(field.name)
         return click.option(f"{name}/--no-{name[2:]}", field.name, **settings)

@@ -36,8 +36,8 @@ from typing import Any
 import click
 
 from async_grpo.cli.origin import here_or_shared, with_shared
-from async_grpo.config.data_files import as_text, split_text
-from async_grpo.config.option import option_fields
+from async_grpo.config.data_files import as_text
+from async_grpo.config.option import option_fields, split_text
 from async_grpo.util.errors import ConfigError
 
 OF_TRL = {  # its name: ours, which is not near
@@ -168,8 +168,8 @@ def _keys(parameter: click.Parameter) -> Iterable[str]:
 
 def _checked(parameter: click.Parameter, value: object, *, where: str) -> object:
     if parameter.multiple or parameter.nargs == -1:
-        if isinstance(value, str) and (between := getattr(parameter, "between", "")):
-            value = split_text(value, between)
+        if isinstance(value, str) and hasattr(parameter, "group"):  # of a class of options
+            value = [value]
         if not isinstance(value, list):
             raise click.UsageError(f"{where} must be a list, got {value!r}: write [{value!r}]")
         return [_converted(parameter, each, where=where) for each in value]
@@ -223,15 +223,11 @@ def as_toml(tables: Mapping[str, Sequence[Table]]) -> str:
 
 def values_in(config: Any) -> dict[str, object]:
     """{option: value as a file has it} of options of the trainer, or of a dispatcher."""
-    known = option_fields(type(config))
-    return {
-        name: _repeated(value, known[name].metadata["several"])
-        for name, value in config.options().items()
-    }
-
-
-def _repeated(value: Any, between: str) -> object:
-    return split_text(value, between) if between else value
+    values = config.options()
+    for name, each in option_fields(type(config)).items():
+        if several := each.metadata["several"]:
+            values[name] = split_text(values[name], several.between)
+    return values
 
 
 def _literal(value: object) -> str:

@@ -5,13 +5,12 @@ Each of several is a type of questions, with a share of every batch.
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from async_grpo.config.option import names_in, require
+from async_grpo.config.option import QUOTED, Several, names_in, require, split_text
 from async_grpo.util.errors import ConfigError
 
 COLUMN_TYPES = ("int", "float", "bool", "str")
@@ -27,7 +26,6 @@ OUR_COLUMNS = (
 )
 KEYS = ("weight", "environment", "rewards", "teacher", "eval_path", "split", "config", "columns")
 BETWEEN_FILES, BETWEEN_PARTS, BETWEEN_REWARDS = ";", ",", "+"
-QUOTED = r"""'[^']*'|"[^"]*\""""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,22 +65,7 @@ class DataFile:
     teacher: str = ""  # empty: as --teacher-for says
     held_out: DataSource | None = None
     columns: Mapping[str, str] = field(default_factory=dict)  # our names to the file's
-
-
-@functools.cache
-def parse_data_files(text: str) -> tuple[DataFile, ...]:
-    """The files of `--data`; raises `ConfigError`. Between quotes, commas are none of ours.
-
-    >>> [file] = parse_data_files("sums=s.jsonl,weight=2,rewards=countdown+mathd,input=question")
-    >>> file.type, file.source.path, file.weight, file.rewards, file.columns
-    ('sums', 's.jsonl', 2.0, ('countdown', 'mathd'), {'input': 'question'})
-    """
-    files = tuple(_parse(each) for each in split_text(text, BETWEEN_FILES) if each.strip())
-    types = [file.type for file in files]
-    for kind in types:
-        rule = "must have one file for each type"
-        require(types.count(kind) == 1, "data", rule, kind, "give each type once")
-    return files
+    text: str = field(default="", compare=False)  # as --data has it
 
 
 def as_text(table: Mapping[str, Any], *, option: str = "data", name: str = "type") -> str:
@@ -138,7 +121,13 @@ def parse_entry(text: str, *, option: str, keys: Sequence[str], what: str, examp
     return Entry(name, path, given, columns)
 
 
-def _parse(text: str) -> DataFile:
+def data_file(text: str) -> DataFile:
+    """One file of `--data`; raises `ConfigError`. Between quotes, commas are none of ours.
+
+    >>> file = data_file("sums=s.jsonl,weight=2,rewards=countdown+mathd,input=question")
+    >>> file.type, file.source.path, file.weight, file.rewards, file.columns
+    ('sums', 's.jsonl', 2.0, ('countdown', 'mathd'), {'input': 'question'})
+    """
     example = "sums=sums.jsonl,weight=2"
     entry = parse_entry(text, option="data", keys=KEYS, what="type", example=example)
     kind, path, given, columns = entry.name, entry.path, entry.given, entry.columns
@@ -154,16 +143,8 @@ def _parse(text: str) -> DataFile:
         teacher=given.get("teacher", ""),
         held_out=replace(source, path=held_out) if held_out else None,
         columns=columns,
+        text=text,
     )
-
-
-def split_text(text: str, between: str) -> list[str]:
-    """The parts, at separators that do not stand between quotes.
-
-    >>> split_text("a=b,environment=agent:python agent.py '1,2',c=d", ",")
-    ['a=b', "environment=agent:python agent.py '1,2'", 'c=d']
-    """
-    return re.findall(rf"(?:{QUOTED}|[^{between}])+", text)
 
 
 def _quoted(value: str) -> str:
@@ -192,3 +173,6 @@ def _weight(text: str, kind: str) -> float:
         raise ConfigError(f"--data {rule}, got {text!r}: {remedy}") from None
     require(0 < weight < float("inf"), "data", rule, text, remedy)
     return weight
+
+
+DATA_FILES = Several(BETWEEN_FILES, data_file)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from async_grpo.config.data_files import DataFile, DataSource, parse_columns, parse_data_files
-from async_grpo.config.option import Change, Options, names_in, option
+from async_grpo.config.data_files import DATA_FILES, DataFile, DataSource, parse_columns
+from async_grpo.config.option import Change, Options, names_in, option, require
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,7 +14,7 @@ class DataOptions(Options):
 
     data_path: str = option("", change=Change.PLACE, group="The run and its data")
     """JSONL file, or anything datasets.load_dataset reads; several: --data"""
-    data: str = option("", several=";", change=Change.FIXED)
+    data: tuple[DataFile, ...] = option((), several=DATA_FILES, change=Change.FIXED)
     """TYPE=PATH,key=value,...: a data file in the place of --data-path, whose questions are of that
     dataset_type; give it once for each type. Keys: weight of its share of every batch (1),
     environment, rewards (names with + between), teacher, eval_path, split, config, columns (types),
@@ -42,7 +42,10 @@ class DataOptions(Options):
 
     def check(self) -> None:
         """See `Options`."""
-        if bool(self.data_path) == bool(parse_data_files(self.data)):
+        for kind in self.types:
+            rule = "must have one file for each type"
+            require(self.types.count(kind) == 1, "data", rule, kind, "give each type once")
+        if bool(self.data_path) == bool(self.data):
             rule = "must be given, or --data for each of several files, and not both"
             raise self.refusal("data_path", rule, "name one file, or all with their types")
 
@@ -51,7 +54,7 @@ class DataOptions(Options):
         """What is trained on: a file of each type, or one whose lines say their type, if any."""
         types = parse_columns(self.columns)
         source = DataSource(self.data_path, self.data_split, self.data_config, types)
-        return parse_data_files(self.data) or (DataFile(source=source),)
+        return self.data or (DataFile(source=source),)
 
     @property
     def data_paths(self) -> str:
@@ -61,7 +64,7 @@ class DataOptions(Options):
     @property
     def types(self) -> tuple[str, ...]:
         """Of the questions, where each has a file."""
-        return tuple(file.type for file in parse_data_files(self.data))
+        return tuple(file.type for file in self.data)
 
     def file_of(self, dataset_type: str) -> DataFile:
         """The file that holds the questions of a type."""

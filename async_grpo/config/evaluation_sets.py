@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,9 +13,8 @@ from async_grpo.config.data_files import (
     Entry,
     parse_columns,
     parse_entry,
-    split_text,
 )
-from async_grpo.config.option import Change, Options, option, require
+from async_grpo.config.option import Change, Options, Several, option, require
 from async_grpo.util.errors import ConfigError
 
 SAMPLES_PER_QUESTION = 4
@@ -49,6 +47,7 @@ class EvaluationSet:
     seed: int = 0  # of the samples, and of the intervals
     type: str = ""  # of its questions, as --data names types; empty: each line says its own
     columns: Mapping[str, str] = field(default_factory=dict)  # our names to the file's
+    text: str = field(default="", compare=False)  # as --eval has it
 
     @property
     def pass_ks(self) -> tuple[int, ...]:
@@ -56,28 +55,15 @@ class EvaluationSet:
         return self.ks or tuple(sorted({1, self.samples}))
 
 
-@functools.cache
-def parse_evaluation_sets(text: str) -> tuple[EvaluationSet, ...]:
-    """The sets of `--eval`; raises `ConfigError`.
+def evaluation_set(text: str) -> EvaluationSet:
+    """One set of `--eval`; raises `ConfigError`.
 
-    >>> [found] = parse_evaluation_sets("math=m.jsonl,samples=8,k=1+8,temperature=0.6")
+    >>> found = evaluation_set("math=m.jsonl,samples=8,k=1+8,temperature=0.6")
     >>> found.name, found.source.path, found.samples, found.ks, found.temperature
     ('math', 'm.jsonl', 8, (1, 8), 0.6)
     """
     example = "math=math.jsonl,samples=8"
-    entries = [
-        parse_entry(each, option="eval", keys=KEYS, what="name", example=example)
-        for each in split_text(text, BETWEEN_FILES)
-        if each.strip()
-    ]
-    names = [entry.name for entry in entries]
-    for name in names:
-        rule = "must have one entry for each set"
-        require(names.count(name) == 1, "eval", rule, name, "give each name once")
-    return tuple(map(_set_of, entries))
-
-
-def _set_of(entry: Entry) -> EvaluationSet:
+    entry = parse_entry(text, option="eval", keys=KEYS, what="name", example=example)
     given = entry.given
     numbers = {
         key: _number(entry, key, given[key]) for key in NUMBERS if key in given and key != "k"
@@ -96,6 +82,7 @@ def _set_of(entry: Entry) -> EvaluationSet:
         environment=given.get("environment", ""),
         type=given.get("type", ""),
         columns=entry.columns,
+        text=text,
         **numbers,
     )
     check_set(found, named=lambda key: f"--eval of {entry.name}: {key}")
@@ -180,7 +167,7 @@ class EvaluationOptions(Options):
     """split of --eval-data-path; empty: --data-split"""
     eval_data_config: str = option("")
     """configuration of --eval-data-path; empty: --data-config if both are the same source"""
-    eval: str = option("", several=";")
+    eval: tuple[EvaluationSet, ...] = option((), several=Several(BETWEEN_FILES, evaluation_set))
     """NAME=PATH,key=value,...: another set of held-out questions; give it once for each. Keys:
     samples of each question (4), k of pass@k (1+4), temperature, top_p, max_tokens, rewards (names
     with + between), environment, every (batches), limit (questions), seed, type, split, config,
@@ -190,7 +177,9 @@ class EvaluationOptions(Options):
     """what the best checkpoint is told by, a variable of evaluations such as eval_pass_at_4 or
     eval_accuracy/NAME: it stays beside --keep-checkpoints, and each batch evaluated is saved"""
 
-    @property
-    def named_sets(self) -> tuple[EvaluationSet, ...]:
-        """Those of --eval."""
-        return parse_evaluation_sets(self.eval)
+    def check(self) -> None:
+        """See `Options`."""
+        names = [each.name for each in self.eval]
+        for name in names:
+            rule = "must have one entry for each set"
+            require(names.count(name) == 1, "eval", rule, name, "give each name once")

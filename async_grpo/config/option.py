@@ -8,8 +8,9 @@ from __future__ import annotations
 import ast
 import inspect
 import operator
-from collections.abc import Callable, Sequence
-from dataclasses import MISSING, Field, field, fields
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields
 from enum import Flag, auto
 from itertools import pairwise
 from textwrap import dedent
@@ -18,6 +19,7 @@ from typing import Any, get_type_hints
 from async_grpo.util.errors import ConfigError
 
 USUAL_GROUP = "Usual options"
+QUOTED = r"""'[^']*'|"[^"]*\""""  # where no separator is one
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 # What a number may have to be, and what to give else.
 NOT_NEGATIVE, POSITIVE, AT_LEAST_1 = "not be negative", "be positive", "be at least 1"
@@ -38,6 +40,44 @@ class Change(Flag):
     LIVE = auto()  # it may be set while a run trains: see `config.live`
 
 
+@dataclass(frozen=True, slots=True)
+class Several:
+    """Of an option that may be given again and again: its value is a tuple of records.
+
+    `training_params.json` has them in one text, with `between` between those of the records.
+    """
+
+    between: str
+    record: Callable[[str], Any] = str.strip  # of its text, which it keeps as such, or is
+
+    def records(self, given: str | Iterable[Any]) -> tuple[Any, ...]:
+        """Of a text that holds all of them, of several texts, or of records.
+
+        >>> Several(",").records(["a, b", "c"])
+        ('a', 'b', 'c')
+        """
+        listed = [given] if isinstance(given, str) else given
+        return tuple(record for each in listed for record in self._records_in(each))
+
+    def _records_in(self, given: Any) -> Iterable[Any]:
+        if not isinstance(given, str):
+            return [given]
+        return [self.record(text) for text in split_text(given, self.between) if text.strip()]
+
+    def text(self, records: Iterable[Any]) -> str:
+        """The one that holds all of them."""
+        return self.between.join(getattr(each, "text", each) for each in records)
+
+
+def split_text(text: str, between: str) -> list[str]:
+    """The parts, at separators that do not stand between quotes.
+
+    >>> split_text("a=b,environment=agent:python agent.py '1,2',c=d", ",")
+    ['a=b', "environment=agent:python agent.py '1,2'", 'c=d']
+    """
+    return re.findall(rf"(?:{QUOTED}|[^{between}])+", text)
+
+
 def option(
     default: object,
     *,
@@ -46,7 +86,7 @@ def option(
     choices: Sequence[str] = (),
     none: object = None,
     aliases: Sequence[str] = (),
-    several: str = "",
+    several: Several | None = None,
     group: str = "",
     bare: str | None = None,
 ) -> Any:
@@ -55,10 +95,10 @@ def option(
     `must`: one of `BOUNDS`, which a number is held to; empty: any will do. `change`: what one means
     to a run that goes on; by default it is recorded. `none`: its value where
     None is typed, which nobody may who has not said what it means. `aliases`: other names of it on
-    the command line. `several`: it may be typed again and again, and its text holds them all with
-    this between. `group`: the heading in `--help` of this option and of those that follow it in
-    its class. `bare`: its value where its name alone is typed, as of the switch that it once was;
-    that switch's True and False, then, are this and `none`.
+    the command line. `several`: it may be typed again and again. `group`: the heading in `--help`
+    of this option and of those that follow it in its class. `bare`: its value where its name alone
+    is typed, as of the switch that it once was; that switch's True and False, then, are this and
+    `none`.
     """
     metadata = {"must": must, "change": change, "choices": choices, "none": none}
     metadata |= {"aliases": aliases, "several": several, "group": group, "bare": bare}
@@ -147,6 +187,10 @@ class Options:
     __slots__ = ()
 
     def __post_init__(self) -> None:
+        for each in fields(self):  # type: ignore[arg-type]
+            if several := each.metadata["several"]:
+                records = several.records(getattr(self, each.name))
+                object.__setattr__(self, each.name, records)
         self.check_numbers()
         self.check()
 
@@ -164,12 +208,16 @@ class Options:
                 raise self.refusal(each.name, f"must {must}", remedy)
 
     def options(self) -> dict[str, Any]:
-        """{option: its value}."""
-        return {each.name: getattr(self, each.name) for each in fields(self)}  # type: ignore[arg-type]
+        """{option: its value}; of several records one text."""
+        found = {}
+        for each in fields(self):  # type: ignore[arg-type]
+            value, several = getattr(self, each.name), each.metadata["several"]
+            found[each.name] = several.text(value) if several else value
+        return found
 
     def refusal(self, name: str, rule: str, remedy: str) -> ConfigError:
         """The error of an option that breaks a rule."""
-        return ConfigError(f"{flag(name)} {rule}, got {getattr(self, name)!r}: {remedy}")
+        return ConfigError(f"{flag(name)} {rule}, got {self.options()[name]!r}: {remedy}")
 
 
 def attribute_docs(owner: type) -> dict[str, str]:

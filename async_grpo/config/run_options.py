@@ -11,7 +11,7 @@ from async_grpo.config.option import (
     POSITIVE,
     Change,
     Options,
-    names_in,
+    Several,
     option,
     required,
 )
@@ -46,8 +46,12 @@ class RecordingOptions(Options):
     replay_max_gib: float = option(4.0, change=Change.INCIDENTAL)
     """room in GiB, of all ranks, for what each minibatch held and came to, by which async-grpo
     replay trains a batch again: the oldest batches go for new ones; 0: none is kept"""
-    trackers: str = option(
-        "tensorboard", none="", several=",", aliases=("tracker",), change=Change.INCIDENTAL
+    trackers: tuple[str, ...] = option(
+        ("tensorboard",),
+        none="",
+        several=Several(","),
+        aliases=("tracker",),
+        change=Change.INCIDENTAL,
     )
     """where metrics go beside the files: tensorboard, wandb, mlflow, trackio, or another that
     accelerate can talk to; once for each, or with commas between them; empty: nowhere"""
@@ -62,10 +66,6 @@ class RecordingOptions(Options):
     def shown_name(self) -> str:
         """What the run is called in trackers."""
         return self.run_name or os.path.basename(os.path.abspath(self.output_dir))
-
-    @property
-    def tracker_names(self) -> tuple[str, ...]:
-        return names_in(self.trackers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,10 +6,10 @@ design, section 15, has the formulas; `algorithms/distillation.py` computes them
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
-from async_grpo.config.option import POSITIVE, Change, Options, flag, names_in, option
+from async_grpo.config.option import POSITIVE, Change, Options, Several, flag, option
 
 if TYPE_CHECKING:
     from async_grpo.config.train_config import TrainConfig
@@ -25,12 +25,33 @@ OPTIONS_OF_TERM = {
 }  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Who teaches the questions of a type."""
+
+    type: str  # or `EVERY_TYPE`
+    teacher: str
+    text: str = field(compare=False)  # as --teacher-for has it
+
+    @classmethod
+    def parse(cls, text: str) -> Route:
+        """
+        >>> Route.parse("sums=a")
+        Route(type='sums', teacher='a', text='sums=a')
+        """
+        kind, _, name = text.rpartition("=")
+        return cls(kind.strip(), name.strip(), text)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeachingOptions(Options):
     """Teachers, and the terms that they add to the GRPO family's loss."""
 
-    teacher_for: str = option(
-        "", several=",", group="What teachers add (grpo)", change=Change.FIXED
+    teacher_for: tuple[Route, ...] = option(
+        (),
+        several=Several(",", Route.parse),
+        group="What teachers add (grpo)",
+        change=Change.FIXED,
     )
     """TYPE=NAME: workers of --mode teacher --name NAME teach the questions of that dataset_type;
     NAME alone: those of every other type; give it once for each type"""
@@ -78,8 +99,7 @@ class TeachingOptions(Options):
     @property
     def routes(self) -> dict[str, str]:
         """{dataset_type: name of its teacher} of --teacher-for."""
-        pairs = (each.rpartition("=") for each in names_in(self.teacher_for))
-        return {kind.strip(): name.strip() for kind, _, name in pairs}
+        return {each.type: each.teacher for each in self.teacher_for}
 
     @property
     def has_teacher_terms(self) -> bool:
@@ -120,7 +140,7 @@ def check_vocabulary(config: TrainConfig, vocab_size: int) -> None:
 
 
 def _check_routes(config: TrainConfig) -> None:
-    given = (*names_in(config.teaching.teacher_for), *config.data.file_teachers)
+    given = (*config.teaching.teacher_for, *config.data.file_teachers)
     if config.teaching.has_teacher_terms and not given:
         used = "opd_coefficient" if config.teaching.opd_coefficient else "gkd_coefficient"
         raise config.refusal(used, "needs a teacher", "add --teacher-for NAME, or TYPE=NAME")

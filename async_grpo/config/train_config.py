@@ -85,7 +85,7 @@ class TrainConfig:
         return ConfigError(f"{flag(name)} {rule}, got {self.options()[name]!r}: {remedy}")
 
     def _check(self) -> None:
-        data, sets = self.data, self.evaluation.named_sets
+        data, sets = self.data, self.evaluation.eval
         if parse_columns(data.columns) and not (data.data_path or self.evaluation.eval_data_path):
             rule = "must be said in each --data"
             raise self.refusal("columns", rule, "write --data NAME=PATH,columns='level=int'")
@@ -134,7 +134,7 @@ class TrainConfig:
     @property
     def environments(self) -> set[str]:
         """Names of those that play any question."""
-        of_sets = {each.environment for each in self.evaluation.named_sets if each.environment}
+        of_sets = {each.environment for each in self.evaluation.eval if each.environment}
         of_files = {each.environment or self.data.environment for each in self.data.data_files}
         return of_sets | of_files
 
@@ -170,7 +170,7 @@ class TrainConfig:
         of_files = any(file.held_out for file in self.data.data_files)
         is_unnamed = self.evaluation.eval_data_path or of_files
         unnamed = (EvaluationSet(name=UNNAMED),) if is_unnamed else ()
-        return (*unnamed, *self.evaluation.named_sets)
+        return (*unnamed, *self.evaluation.eval)
 
     @property
     def best_set(self) -> EvaluationSet | None:

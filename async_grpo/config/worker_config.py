@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
 
@@ -13,6 +13,7 @@ from async_grpo.config.option import (
     LOG_LEVELS,
     POSITIVE,
     Options,
+    Several,
     flag,
     names_in,
     option,
@@ -114,7 +115,7 @@ class WorkerConfig(Options):
     """devices a worker shards its model over"""
     kv_cache_gib: float = option(0.0)
     """KV cache in GiB; 0: 0.25 on CPU, vLLM's choice on GPU"""
-    engine_option: str = option("", several="\n")
+    engine_option: tuple[str, ...] = option((), several=Several("\n"))
     """KEY=VALUE of vLLM's engine, such as kv_cache_dtype=fp8; give it once for each"""
     enable_prefix_caching: bool = option(True)
     """reuse the cache of shared prompt prefixes"""
@@ -175,8 +176,8 @@ class WorkerConfig(Options):
     logging_level: str = option("INFO", choices=LOG_LEVELS)
     """log detail"""
 
-    def __post_init__(self) -> None:
-        self.check_numbers()
+    def check(self) -> None:
+        """See `Options`."""
         refuse_switches()
         if not self.reward_names and (self.reward_fns or self.mode != GENERATION):
             raise self.refusal(
@@ -282,14 +283,14 @@ def refuse_switches() -> None:
             )
 
 
-def parse_engine_options(text: str) -> Mapping[str, str]:
+def parse_engine_options(lines: Iterable[str]) -> Mapping[str, str]:
     """{vLLM's name: what was typed} of KEY=VALUE lines; raises `ConfigError` for what is refused.
 
-    >>> parse_engine_options("kv-cache-dtype = fp8")
+    >>> parse_engine_options(["kv-cache-dtype = fp8"])
     {'kv_cache_dtype': 'fp8'}
     """
     options = {}
-    for line in text.splitlines():
+    for line in lines:
         key, is_given, value = line.partition("=")
         key = key.strip().removeprefix("--").replace("-", "_")
         if not (is_given and key.isidentifier()):

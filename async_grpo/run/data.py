@@ -169,7 +169,7 @@ def _question_parts(config: TrainConfig, facts: ModelFacts) -> Iterator[Part]:
             yield Part("held out", file.held_out, own.question)
     if config.held_out:
         yield Part("held out", config.held_out, replace(reader, types=config.data.types).question)
-    for found in config.evaluation.named_sets:
+    for found in config.evaluation.eval:
         yield _part_of_set(found, config, facts, reader)
     if config.pairs:
         yield Part("given", config.pairs, replace(reader, max_tokens=_most(config, facts)).given)

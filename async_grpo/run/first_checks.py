@@ -21,7 +21,7 @@ from async_grpo.util.run_folder import is_restart, newest_checkpoint
 def check_at_once(config: TrainConfig) -> None:
     """Paths, trackers and the cluster's address; what is in the files is checked when they load."""
     check_output(config)
-    check_trackers(config.recording.tracker_names)
+    check_trackers(config.recording.trackers)
     model = Path(config.places.model_name_or_path)
     check_files(model)
     check_tokenizer_files(model)
@@ -46,7 +46,7 @@ def check_sources(config: TrainConfig, *, waits: Callable[[str], bool] = lambda 
     for file in config.data.data_files if config.data.data else ():
         for source in filter(None, (file.source, file.held_out)):
             named.append((f"--data of {file.type}", source.path, {**mapping, **file.columns}))
-    for found in config.evaluation.named_sets:
+    for found in config.evaluation.eval:
         if found.source:
             columns = {**mapping, **found.columns}
             named.append((f"--eval of {found.name}", found.source.path, columns))

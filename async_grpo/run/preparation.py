@@ -321,7 +321,7 @@ def environments_of_sets(config: TrainConfig) -> dict[str, UserCode | None]:
     """The same of sets of --eval, by name."""
     return {
         each.name: users_environment(each.environment, option=f"environment of --eval {each.name}")
-        for each in config.evaluation.named_sets
+        for each in config.evaluation.eval
         if each.environment
     }
 

@@ -112,7 +112,7 @@ def needed_roles(config: TrainConfig) -> dict[str, str]:
             why = "the KL coefficient is not 0"
         if need.role == TEACHER:
             why = (
-                f"--teacher-for {config.teaching.teacher_for}"
+                f"--teacher-for {config.options()['teacher_for']}"
                 if config.teaching.teacher_for
                 else "--data names it"
             )

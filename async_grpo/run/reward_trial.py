@@ -117,7 +117,7 @@ def request_of(
     asked = (found.rewards if found else ()) or data.rewards_of(question.dataset_type)
     if not asked and rewards and rewards.groupwise:
         of_others = [file.rewards for file in data.data_files]
-        of_others += [each.rewards for each in evaluation.named_sets]
+        of_others += [each.rewards for each in evaluation.eval]
         elsewhere = {*chain.from_iterable(of_others)}.intersection(rewards.groupwise)
         asked = tuple(name for name in rewards.names if name not in elsewhere)
     return GradingRequest((output,), rewards=asked)
@@ -126,7 +126,7 @@ def request_of(
 def check_names(known: Sequence[str], data: DataOptions, evaluation: EvaluationOptions) -> None:
     """Raise `ConfigError` for a reward of a data file or set that the verifiers do not have."""
     named = [(f"--data of {file.type}", file.rewards) for file in data.data_files]
-    named += [(f"--eval of {found.name}", found.rewards) for found in evaluation.named_sets]
+    named += [(f"--eval of {found.name}", found.rewards) for found in evaluation.eval]
     for whose, names in named:
         for name in names:
             if name not in known:

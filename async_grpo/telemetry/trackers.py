@@ -78,7 +78,7 @@ class Trackers:
         `first_step`: what an earlier part of the run has logged from there on is undone.
         """
         self._feeds: list[_Feed] = []
-        names = dict.fromkeys(recording.tracker_names)
+        names = dict.fromkeys(recording.trackers)
         if not names:
             return
         from accelerate import PartialState

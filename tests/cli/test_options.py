@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from async_grpo.cli.options import CONTEXT, OptionsCommand, options_of
 from async_grpo.cli.train import main as train
 from async_grpo.cli.worker import main as worker
-from async_grpo.config.option import flag, option, option_docs, required
+from async_grpo.config.option import Options, Several, flag, option, option_docs, required
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.config.worker_config import WorkerConfig
 
@@ -20,7 +20,7 @@ HEAVY = ("torch", "ray", "vllm", "transformers", "datasets", "accelerate", "nump
 
 
 @dataclasses.dataclass(kw_only=True)
-class Options:
+class Asked(Options):
     some_path: str = required(group="Things")
     """where it is"""
     num_things: int = option(3)
@@ -35,7 +35,7 @@ class Options:
     """how far; 0: no limit"""
     dump: str = option("file", none="")
     """where to; empty: nowhere"""
-    colours: str = option("", several=",")
+    colours: tuple[str, ...] = option((), several=Several(","))
     """which of them"""
 
 
@@ -43,9 +43,9 @@ def parse(*arguments):
     found = []
 
     @click.command(cls=OptionsCommand, context_settings=CONTEXT)
-    @options_of(Options)
+    @options_of(Asked)
     def command(**options):
-        found.append(Options(**options))
+        found.append(Asked(**options))
 
     return CliRunner().invoke(command, arguments), *found
 
@@ -53,12 +53,12 @@ def parse(*arguments):
 def test_dashes_and_underscores_are_the_same():
     _, dashed = parse("--some-path", "p_q", "--num-things", "4", "--with-care")
     _, underscored = parse("--some_path", "p_q", "--num_things", "4", "--with_care")
-    assert dashed == underscored == Options(some_path="p_q", num_things=4, with_care=True)
+    assert dashed == underscored == Asked(some_path="p_q", num_things=4, with_care=True)
 
 
 def test_defaults_are_those_of_the_class_and_values_keep_their_underscores():
     _, options = parse("--some-path=x", "--no-with-care", "--colour-of-it", "dark_red")
-    assert options == Options(some_path="x")
+    assert options == Asked(some_path="x")
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_defaults_are_those_of_the_class_and_values_keep_their_underscores():
 )
 def test_a_switch_takes_the_value_that_scripts_write_behind_it(arguments, with_care):
     _, options = parse(*arguments, "--some-path", "True")
-    assert options == Options(some_path="True", with_care=with_care)
+    assert options == Asked(some_path="True", with_care=with_care)
 
 
 @pytest.mark.parametrize(
@@ -95,20 +95,20 @@ def test_what_was_a_switch_is_understood_as_one(typed, value):
 
 def test_none_is_what_an_option_says_it_is_and_nothing_elsewhere():
     _, options = parse("--some-path", "None", "--limit", "None", "--dump=None")
-    assert options == Options(some_path="None", limit=0, dump="")
+    assert options == Asked(some_path="None", limit=0, dump="")
     (result,) = parse("--some-path", "x", "--num-things", "None")
     assert "'None' is not a valid integer" in result.stderr
 
 
-def test_what_may_be_given_several_times_is_one_text_with_commas():
-    assert parse("--some-path", "x")[1].colours == ""
+def test_what_may_be_given_several_times_is_a_tuple_and_kept_as_one_text():
+    assert parse("--some-path", "x")[1].colours == ()
     _, options = parse("--some-path", "x", "--colours", "a=b,c", "--colours=d")
-    assert options.colours == "a=b,c,d"
+    assert options.colours == ("a=b", "c", "d") and options.options()["colours"] == "a=b,c,d"
 
 
 def test_an_alias_and_a_choice_in_another_case_are_understood():
     _, options = parse("--some-path", "x", "--how_far", "3", "--colour-of-it", "BLUE")
-    assert options == Options(some_path="x", limit=3, colour_of_it="blue")
+    assert options == Asked(some_path="x", limit=3, colour_of_it="blue")
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def headings(text):
 
 def test_an_option_stands_under_the_heading_declared_at_it_or_before_it():
     @dataclasses.dataclass(kw_only=True)
-    class Derived(Options):
+    class Derived(Asked):
         own: int = option(1, group="Own")
         """comes first"""
 

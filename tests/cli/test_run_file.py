@@ -126,18 +126,18 @@ def test_what_is_wrong_is_named_with_file_key_and_remedy(parsed, text, sentence)
 @pytest.mark.parametrize(
     ("value", "typed", "trackers"),
     [
-        ('"tensorboard,wandb"', [], "tensorboard,wandb"),
-        ('["tensorboard", "wandb"]', [], "tensorboard,wandb"),
-        ('""', [], ""),
-        ("[]", [], ""),
-        ('"None"', [], ""),
-        ('"wandb"', ["--tracker", "mlflow", "--tracker", "trackio"], "mlflow,trackio"),
-        ('"wandb"', ["--trackers", ""], ""),
+        ('"tensorboard,wandb"', [], ("tensorboard", "wandb")),
+        ('["tensorboard", "wandb"]', [], ("tensorboard", "wandb")),
+        ('""', [], ()),
+        ("[]", [], ()),
+        ('"None"', [], ()),
+        ('"wandb"', ["--tracker", "mlflow", "--tracker", "trackio"], ("mlflow", "trackio")),
+        ('"wandb"', ["--trackers", ""], ()),
     ],
 )
 def test_several_are_a_list_or_a_text_that_holds_them_all(parsed, value, typed, trackers):
     text = f"{TRAIN}model_name_or_path = 'm'\ndata_path = 'd'\ntrackers = {value}"
-    assert parsed(train, *typed, text=text).params["trackers"] == trackers
+    assert config_of(parsed(train, *typed, text=text)).recording.trackers == trackers
 
 
 def test_a_list_is_asked_for_where_an_option_may_repeat(parsed):

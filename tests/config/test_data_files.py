@@ -4,7 +4,7 @@ import pytest
 from scripted_run import make_config
 
 from async_grpo.algorithms.find import find_algorithm
-from async_grpo.config.data_files import as_text, parse_data_files
+from async_grpo.config.data_files import DATA_FILES, as_text, data_file
 from async_grpo.util.errors import ConfigError
 
 TAUGHT = {"data_path": "", "gkd_coefficient": 1.0}
@@ -23,7 +23,7 @@ def test_what_is_typed_and_what_a_table_says_are_the_same():
         "config": "main",
         "column_mapping": "input=question",
     }
-    [file] = parse_data_files(as_text(table))
+    file = data_file(as_text(table))
     assert (file.type, file.weight, file.environment) == ("sums", 0.5, "mine.py:Mine")
     assert (file.rewards, file.teacher) == (("a", "mine.py:b"), "big")
     assert (file.source.path, file.source.split, file.source.config) == ("s.jsonl", "test", "main")
@@ -36,11 +36,11 @@ def test_the_command_of_an_agent_may_hold_what_parts_are_told_apart_by(option):
     command = f"agent:python agent.py --option={option}"
     table = {"type": "sums", "path": "a,b.jsonl", "environment": command, "weight": 2}
     other = {"type": "odes", "path": "o.jsonl"}
-    sums, odes = parse_data_files(";".join(map(as_text, (table, other))))
+    sums, odes = DATA_FILES.records(";".join(map(as_text, (table, other))))
     assert (sums.environment, sums.source.path, sums.weight) == (command, "a,b.jsonl", 2.0)
     assert (odes.type, odes.environment) == ("odes", "")
-    typed = parse_data_files("sums=s.jsonl,environment=agent:python agent.py '1,2',weight=2")
-    assert (typed[0].environment, typed[0].weight) == ("agent:python agent.py '1,2'", 2.0)
+    typed = data_file("sums=s.jsonl,environment=agent:python agent.py '1,2',weight=2")
+    assert (typed.environment, typed.weight) == ("agent:python agent.py '1,2'", 2.0)
 
 
 @pytest.mark.parametrize(
@@ -97,8 +97,8 @@ def test_supervised_training_takes_one_file():
 
 
 def test_columns_have_types_where_a_file_says_so():
-    [file] = parse_data_files("sums=s.csv,columns='x=int,y=float',eval_path=e.csv")
+    file = data_file("sums=s.csv,columns='x=int,y=float',eval_path=e.csv")
     assert file.source.columns == {"x": "int", "y": "float"}
     assert file.held_out is not None and file.held_out.columns == file.source.columns
     with pytest.raises(ConfigError, match="--data must hold pairs of a column and its type"):
-        parse_data_files("sums=s.csv,columns=x=integer")
+        data_file("sums=s.csv,columns=x=integer")

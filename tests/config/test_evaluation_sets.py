@@ -6,7 +6,7 @@ from scripted_run import make_config
 from async_grpo.algorithms.find import find_algorithm
 from async_grpo.config.command_options import EvaluateConfig
 from async_grpo.config.data_files import as_text
-from async_grpo.config.evaluation_sets import parse_evaluation_sets
+from async_grpo.config.evaluation_sets import evaluation_set
 from async_grpo.util.errors import ConfigError
 
 
@@ -17,7 +17,7 @@ def test_what_is_typed_and_what_a_table_says_are_the_same():
         "every": 5, "limit": 50, "seed": 7, "type": "sums", "split": "test", "config": "main",
         "column_mapping": "input=question",
     }  # fmt: skip
-    [found] = parse_evaluation_sets(as_text(table, option="eval", name="name"))
+    found = evaluation_set(as_text(table, option="eval", name="name"))
     assert (found.name, found.samples, found.ks, found.pass_ks) == ("math", 16, *[(1, 4, 16)] * 2)
     assert (found.temperature, found.top_p, found.max_tokens) == (0.6, 0.95, 99)
     assert (found.rewards, found.environment) == (("a", "mine.py:b"), "mine.py:M")
@@ -63,7 +63,7 @@ def test_sets_and_types_are_told_apart():
         make_config(eval="sums=a.jsonl", **data)
     with pytest.raises(ConfigError, match="of a must have a type of --data, got 'x': choose from"):
         make_config(eval="a=a.jsonl,type=x", **data)
-    assert make_config(eval="a=a.jsonl,type=odes", **data).evaluation.named_sets[0].type == "odes"
+    assert make_config(eval="a=a.jsonl,type=odes", **data).evaluation.eval[0].type == "odes"
 
 
 def test_pairs_are_no_questions_to_sample():

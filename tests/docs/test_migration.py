@@ -52,10 +52,11 @@ def theirs():
 
 @pytest.fixture(scope="module")
 def ours():
+    known = option_fields(WorkerConfig) | option_fields(TrainConfig)
+    several = {name: each.metadata["several"] for name, each in known.items()}
     return {
-        flag(name): field.default
-        for config in (WorkerConfig, TrainConfig)
-        for name, field in option_fields(config).items()
+        flag(name): several[name].text(each.default) if several[name] else each.default
+        for name, each in known.items()
     }
 
 
