@@ -23,8 +23,12 @@ from async_grpo.cli.boundary import command_boundary
 from async_grpo.cli.local_run import LocalRun
 from async_grpo.cli.options import CONTEXT, OptionsCommand, options_of
 from async_grpo.cli.run_processes import cluster_of, dispatcher_of, name_of
-from async_grpo.config.command_options import EvaluateConfig, GenerateConfig, ServeConfig
-from async_grpo.config.data_files import as_text
+from async_grpo.config.command_options import (
+    EvaluateConfig,
+    GenerateConfig,
+    ServeConfig,
+    worker_options,
+)
 from async_grpo.config.roles import ENVIRONMENT, GENERATION
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.config.worker_config import WorkerConfig
@@ -95,20 +99,7 @@ def _measured(config: EvaluateConfig, *, model: str, data: str) -> dict[str, obj
 
 def _workers(config: EvaluateConfig, model: str) -> tuple[WorkerConfig, ...]:
     """Who samples and grades."""
-    engines = WorkerConfig(
-        mode=GENERATION,
-        model_path=model,
-        reward_fns=config.reward_fns,
-        reward_registry=config.reward_registry,
-        verifier_timeout_s=config.verifier_timeout_s,
-        unconfined_rewards=config.unconfined_rewards,
-        unconfined_code=config.unconfined_code,
-        dtype=config.dtype,
-        num_workers=config.num_workers,
-        tensor_parallel_size=config.tensor_parallel_size,
-        max_num_seqs=config.max_num_seqs,
-        max_model_len=config.max_model_len,
-    )
+    engines = WorkerConfig(mode=GENERATION, model_path=model, **worker_options(config))
     is_played = config.environment not in SHIPPED
     players = WorkerConfig(mode=ENVIRONMENT, unconfined_code=config.unconfined_code)
     return (engines, players) if is_played else (engines,)
@@ -116,19 +107,10 @@ def _workers(config: EvaluateConfig, model: str) -> tuple[WorkerConfig, ...]:
 
 def _run(config: EvaluateConfig, model: str, data: str, *, folder: str) -> TrainConfig:
     """A run of one batch, which is over but for its last evaluation."""
-    found = config.set_of(data)
-    table = {
-        "name": found.name, "path": data, "samples": found.samples, "top_p": found.top_p,
-        "temperature": found.temperature, "max_tokens": found.max_tokens, "limit": found.limit,
-        "seed": found.seed, "environment": found.environment, "split": config.data_split,
-        "k": list(found.pass_ks), "config": config.data_config,
-        "columns": config.columns,
-    }  # fmt: skip
-    given = {key: value for key, value in table.items() if value != ""}
     return TrainConfig(
         model_name_or_path=model,
         data_path=data,  # nothing of it is trained
-        eval=as_text(given, option="eval", name="name"),
+        eval=[config.set_of(data)],
         output_dir=folder,
         num_training_batches=1,
         max_generation_tokens=config.max_generation_tokens,

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
+from typing import Any
 
-from async_grpo.config.data_files import DataSource, parse_columns
-from async_grpo.config.evaluation_sets import EvaluationSet, check_set
+from async_grpo.config.data_files import DataSource, as_text, parse_columns
+from async_grpo.config.evaluation_sets import EvaluationSet, evaluation_set
 from async_grpo.config.option import (
     AT_LEAST_1,
     LOG_LEVELS,
@@ -17,13 +18,65 @@ from async_grpo.config.option import (
     option,
     required,
 )
+from async_grpo.config.worker_config import WorkerConfig
 
+# What means something else of a worker: the model is a folder by then.
+NOT_OF_WORKER = {"model_revision", "temperature", "logging_level"}
 EVALUATED_SET = "data"  # what the one set is called; no name that people see has it
 TOKEN_VARIABLE = "ASYNC_GRPO_TOKEN"  # of `serve`
 
 
+def of_worker(name: str) -> Any:
+    """A dataclass field for an option that `async-grpo worker` has too, with its bounds."""
+    known = {each.name: each for each in fields(WorkerConfig)}[name]
+    return field(default=known.default, metadata={**known.metadata, "group": ""})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluateConfig(Options):
+class EngineOptions(Options):
+    """Those of a worker's options by which an engine is made here."""
+
+    model_revision: str = of_worker("model_revision")
+    """branch, tag or commit of a model on a hub; empty: its main branch"""
+    dtype: str = of_worker("dtype")
+    """weights of the model"""
+    tensor_parallel_size: int = of_worker("tensor_parallel_size")
+    """devices that the model is sharded over"""
+    max_num_seqs: int = of_worker("max_num_seqs")
+    """sequences decoded together; 0: 64, on devices vLLM's own"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuestionOptions(EngineOptions):
+    """And those by which the outputs of a file of questions are graded here."""
+
+    data_split: str = option("train")
+    """split of a datasets.load_dataset source"""
+    data_config: str = option("")
+    """configuration of a datasets.load_dataset source that has several, such as main"""
+    column_mapping: str = option("")
+    """our=yours pairs for other column names, such as input=question,answer=solution"""
+    columns: str = option("")
+    """column=type pairs for values to convert, such as level=int,share=float; or bool, str. In CSV
+    all else is text"""
+    unconfined_rewards: bool = of_worker("unconfined_rewards")
+    """permit that rewards grade where they cannot be confined: as `async-grpo worker` has it"""
+    unconfined_code: bool = of_worker("unconfined_code")
+    """the same of programs that the model has written"""
+    reward_registry: str = of_worker("reward_registry")
+    """module or file that holds REWARD_ADAPTERS"""
+    verifier_timeout_s: float = of_worker("verifier_timeout_s")
+    """seconds one verification may take"""
+
+
+def worker_options(config: Options) -> dict[str, Any]:
+    """{option: value} of those of a command that say how a worker of it works."""
+    own = {each.name for each in fields(WorkerConfig)} - NOT_OF_WORKER
+    return {name: value for name, value in config.options().items() if name in own}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluateConfig(QuestionOptions):
     """Options of an evaluation without a run."""
 
     samples: int = option(4, must=AT_LEAST_1, group="Usual options")
@@ -47,67 +100,43 @@ class EvaluateConfig(Options):
     output: str = option("", none="")
     """JSON file of all that is measured; empty: none"""
 
-    data_split: str = option("train", group="Data and model")
-    """split of a datasets.load_dataset source"""
-    data_config: str = option("")
-    """configuration of a datasets.load_dataset source that has several, such as main"""
-    column_mapping: str = option("")
-    """our=yours pairs for other column names, such as input=question,answer=solution"""
-    columns: str = option("")
-    """column=type pairs for values to convert, such as level=int,share=float; or bool, str. In CSV
-    all else is text"""
-    renderer: str = option("auto")
+    renderer: str = option("auto", group="Data and model")
     """how environments write messages as tokens: as `async-grpo train` takes it"""
-    model_revision: str = option("", none="")
-    """branch, tag or commit of a model on a hub; empty: its main branch"""
-    dtype: str = option("auto", choices=("auto", "float32", "bfloat16"))
-    """weights of the model"""
-    num_workers: int = option(1, must=AT_LEAST_1)
+    num_workers: int = of_worker("num_workers")
     """engines; each takes --tensor-parallel-size devices"""
-    tensor_parallel_size: int = option(1, must=AT_LEAST_1)
-    """devices that the model is sharded over"""
-    max_num_seqs: int = option(0)
-    """sequences decoded together; 0: 64, on devices vLLM's own"""
-    max_model_len: int = option(0)
+    max_model_len: int = of_worker("max_model_len")
     """longest prompt + output in tokens; 0: the model's own limit"""
-    unconfined_rewards: bool = option(False)
-    """permit that rewards grade where they cannot be confined: as `async-grpo worker` has it"""
-    unconfined_code: bool = option(False)
-    """the same of programs that the model has written"""
-    reward_registry: str = option("reward_registry")
-    """module or file that holds REWARD_ADAPTERS"""
-    verifier_timeout_s: float = option(10.0, must=POSITIVE)
-    """seconds one verification may take"""
     stall_timeout_s: float = option(900.0)
     """seconds in which nothing moves, after which a request is tried again, or all is given up"""
     logging_level: str = option("WARNING", choices=LOG_LEVELS)
     """log detail"""
 
-    def __post_init__(self) -> None:
-        self.check_numbers()
+    def check(self) -> None:
+        """See `Options`."""
         if not re.fullmatch(r"(\d+(\+\d+)*)?", self.k):
             raise self.refusal("k", "must be numbers with + between them", "1+4 is usual")
-        flags = {"max_tokens": "max_generation_tokens"}
-        check_set(self.set_of("data"), named=lambda key: flag(flags.get(key, key)))
+        self.set_of("data")
 
     def set_of(self, data: str) -> EvaluationSet:
         """The questions of `data`, and how they are sampled."""
-        return EvaluationSet(
-            name=EVALUATED_SET,
-            source=DataSource(data, self.data_split, self.data_config, parse_columns(self.columns)),
-            samples=self.samples,
-            ks=tuple(sorted(map(int, filter(None, self.k.split("+"))))),
-            temperature=self.temperature,
-            top_p=self.top_p,
-            max_tokens=self.max_generation_tokens,
-            environment=self.environment,
-            limit=self.limit,
-            seed=self.seed,
+        parse_columns(self.columns)  # which refuses them under their own name
+        table = {
+            "name": EVALUATED_SET, "path": data, "samples": self.samples, "k": self.k,
+            "temperature": self.temperature, "top_p": self.top_p,
+            "max_tokens": self.max_generation_tokens, "environment": self.environment,
+            "limit": self.limit, "seed": self.seed, "split": self.data_split,
+            "config": self.data_config, "columns": self.columns,
+        }  # fmt: skip
+        given = {key: value for key, value in table.items() if value != ""}
+        flags = {"max_tokens": "max_generation_tokens"}
+        return evaluation_set(
+            as_text(given, option="eval", name="name"),
+            named=lambda key: flag(flags.get(key, key)),
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GenerateConfig(Options):
+class GenerateConfig(QuestionOptions):
     """Options of sequence-level distillation's data: a teacher's own outputs as training pairs."""
 
     model_path: str = required(group="Usual options")
@@ -132,39 +161,14 @@ class GenerateConfig(Options):
     seed: int = option(37, must="")
     """the same seed gives the same outputs"""
 
-    data_split: str = option("train", group="Data and model")
-    """split of a datasets.load_dataset source"""
-    data_config: str = option("")
-    """configuration of a datasets.load_dataset source that has several, such as main"""
-    column_mapping: str = option("")
-    """our=yours pairs for other column names, such as input=question,answer=solution"""
-    columns: str = option("")
-    """column=type pairs for values to convert, such as level=int,share=float; or bool, str. In CSV
-    all else is text"""
-    token_ids: bool = option(True)
+    token_ids: bool = option(True, group="Data and model")
     """write the outputs' token ids too, which training takes as they are; without them it tokenises
     the text: for a student of another tokenizer"""
-    model_revision: str = option("", none="")
-    """branch, tag or commit of a model on a hub; empty: its main branch"""
-    dtype: str = option("auto", choices=("auto", "float32", "bfloat16"))
-    """weights of the model"""
-    max_num_seqs: int = option(0)
-    """sequences decoded together; 0: 64, on devices vLLM's own"""
-    tensor_parallel_size: int = option(1, must=AT_LEAST_1)
-    """devices that the model is sharded over"""
-    unconfined_rewards: bool = option(False)
-    """permit that rewards grade where they cannot be confined: as `async-grpo worker` has it"""
-    unconfined_code: bool = option(False)
-    """the same of programs that the model has written"""
-    reward_registry: str = option("reward_registry")
-    """module or file that holds REWARD_ADAPTERS"""
-    verifier_timeout_s: float = option(10.0, must=POSITIVE)
-    """seconds one verification may take"""
     logging_level: str = option("INFO", choices=LOG_LEVELS)
     """log detail"""
 
-    def __post_init__(self) -> None:
-        self.check_numbers()
+    def check(self) -> None:
+        """See `Options`."""
         if self.samples_per_question > 1 and not self.temperature:
             raise self.refusal(
                 "samples_per_question",
@@ -190,7 +194,7 @@ class GenerateConfig(Options):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServeConfig(Options):
+class ServeConfig(EngineOptions):
     """Options of a gateway on one model."""
 
     host: str = option("127.0.0.1", group="Usual options")
@@ -200,26 +204,18 @@ class ServeConfig(Options):
     renderer: str = option("auto")
     """how messages are written as tokens: auto; template, by the model's chat template; or a family
     of models of the package renderers"""
-    model_revision: str = option("", none="")
-    """branch, tag or commit of a model on a hub; empty: its main branch"""
-    max_model_len: int = option(0)
+    max_model_len: int = of_worker("max_model_len")
     """longest prompt + output in tokens; 0: the model's own limit"""
-    max_num_seqs: int = option(0)
-    """sequences decoded together; 0: 64, on devices vLLM's own"""
     max_requests: int = option(256, must=AT_LEAST_1)
     """requests taken at a time; more are refused with 429"""
     max_sessions: int = option(256, must=AT_LEAST_1)
     """paths /s/NAME kept at a time; more are refused with 429"""
-    dtype: str = option("auto", choices=("auto", "float32", "bfloat16"))
-    """weights of the model"""
-    kv_cache_gib: float = option(0.0)
+    kv_cache_gib: float = of_worker("kv_cache_gib")
     """KV cache in GiB; 0: 0.25 on CPU, vLLM's choice on GPU"""
-    tensor_parallel_size: int = option(1, must=AT_LEAST_1)
-    """devices that the model is sharded over"""
     logging_level: str = option("INFO", choices=LOG_LEVELS)
     """log detail"""
 
-    def __post_init__(self) -> None:
-        self.check_numbers()
+    def check(self) -> None:
+        """See `Options`."""
         if self.port > 65535:
             raise self.refusal("port", "must be at most 65535", "8000 is usual")

@@ -55,8 +55,8 @@ class EvaluationSet:
         return self.ks or tuple(sorted({1, self.samples}))
 
 
-def evaluation_set(text: str) -> EvaluationSet:
-    """One set of `--eval`; raises `ConfigError`.
+def evaluation_set(text: str, *, named: Callable[[str], str] | None = None) -> EvaluationSet:
+    """One set of `--eval`; raises `ConfigError`, in which `named` says where a number stands.
 
     >>> found = evaluation_set("math=m.jsonl,samples=8,k=1+8,temperature=0.6")
     >>> found.name, found.source.path, found.samples, found.ks, found.temperature
@@ -85,7 +85,7 @@ def evaluation_set(text: str) -> EvaluationSet:
         text=text,
         **numbers,
     )
-    check_set(found, named=lambda key: f"--eval of {entry.name}: {key}")
+    check_set(found, named=named or f"--eval of {entry.name}: {{}}".format)
     return found
 
 

@@ -147,13 +147,17 @@ def options_of_change(config_class: type[Any], change: Change) -> tuple[str, ...
 
 
 def groups_of(config_class: type[Any]) -> dict[str, str]:
-    """{option: heading} in the order of `--help`: the most usual first, then part by part."""
+    """{option: heading} in the order of `--help`.
+
+    The most usual stand first, then those of part by part, a class's own before the inherited.
+    """
     groups = dict.fromkeys(getattr(config_class, "USUAL", ()), USUAL_GROUP)
+    known = option_fields(config_class)
     for part in parts_of(config_class).values():
         group = ""
-        for each in fields(part):
-            group = each.metadata["group"] or group
-            groups.setdefault(each.name, group)
+        for name in (name for owner in part.__mro__ for name in inspect.get_annotations(owner)):
+            group = known[name].metadata["group"] or group
+            groups.setdefault(name, group)
     return groups
 
 

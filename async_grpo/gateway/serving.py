@@ -15,7 +15,7 @@ import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING
 
-from async_grpo.config.command_options import TOKEN_VARIABLE, ServeConfig
+from async_grpo.config.command_options import TOKEN_VARIABLE, ServeConfig, worker_options
 from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.environments.chat.dialogue import Dialogue
 from async_grpo.environments.chat.find import find_renderer, find_tokenizer
@@ -106,16 +106,7 @@ def _engine(model: str, config: ServeConfig) -> ServedEngine:
     os.environ.update(worker_environment(on_cpu=not seen_devices().devices) | QUIET)
     from async_grpo.rollout.local_engines import ServedEngine
 
-    return ServedEngine(
-        WorkerConfig(
-            model_path=model,
-            dtype=config.dtype,
-            max_num_seqs=config.max_num_seqs,
-            max_model_len=config.max_model_len,
-            kv_cache_gib=config.kv_cache_gib,
-            tensor_parallel_size=config.tensor_parallel_size,
-        )
-    )
+    return ServedEngine(WorkerConfig(model_path=model, **worker_options(config)))
 
 
 async def _stop_when_dead(engine: ServedEngine, server: Server) -> None:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from transformers import AutoTokenizer
 
-from async_grpo.config.command_options import GenerateConfig
+from async_grpo.config.command_options import GenerateConfig, worker_options
 from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.data.columns import parse_column_mapping
 from async_grpo.data.lines import load_records
@@ -114,11 +114,8 @@ class OfflineTeacher:
         )
         self._engine = OfflineEngine(
             WorkerConfig(
-                model_path=config.model_path,
-                dtype=config.dtype,
-                max_num_seqs=config.max_num_seqs,
                 max_model_len=longest_prompt + config.max_generation_tokens,
-                tensor_parallel_size=config.tensor_parallel_size,
+                **worker_options(config),
             )
         )
 
