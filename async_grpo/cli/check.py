@@ -27,7 +27,6 @@ from async_grpo.cli.origin import check_origin, trust_option
 from async_grpo.cli.run_processes import COMMAND
 from async_grpo.cli.train import QUIET
 from async_grpo.config.option import groups_of
-from async_grpo.config.train_config import TrainConfig
 from async_grpo.devices.inventory import usable_devices
 from async_grpo.launch.child_processes import ChildProcess
 from async_grpo.model.model_folder import ModelFacts
@@ -163,14 +162,13 @@ class Sizes:
     num_sequences: int
 
     @classmethod
-    def of(cls, config: TrainConfig, *, longest_prompt: int, max_positions: int) -> Sizes:
+    def of(cls, *, max_output: int, max_prompt: int, max_positions: int, max_tokens: int) -> Sizes:
         """
-        >>> config = TrainConfig(model_name_or_path="m", data_path="d", max_tokens_per_gpu=4096)
-        >>> Sizes.of(config, longest_prompt=100, max_positions=32768)
+        >>> Sizes.of(max_output=512, max_prompt=100, max_positions=32768, max_tokens=4096)
         Sizes(num_tokens=612, num_sequences=6)
         """
-        longest = min(longest_prompt + config.sampling.max_generation_tokens, max_positions)
-        return cls(longest, max(1, config.batching.max_tokens_per_gpu // longest))
+        longest = min(max_prompt + max_output, max_positions)
+        return cls(longest, max(1, max_tokens // longest))
 
 
 def deep_findings(run: LocalRun, facts: Facts) -> Iterator[Finding]:
@@ -186,8 +184,12 @@ def deep_findings(run: LocalRun, facts: Facts) -> Iterator[Finding]:
     if not isinstance(facts.model, ModelFacts) or not prompts:
         yield Finding("waits", "deep", "model and data are not here yet: prepare them first")
         return
-    longest = max(int(read.lengths.max(initial=0)) for read in reads)
-    sizes = Sizes.of(run.train, longest_prompt=longest, max_positions=facts.model.max_positions)
+    sizes = Sizes.of(
+        max_output=run.train.sampling.max_generation_tokens,
+        max_prompt=max(int(read.lengths.max(initial=0)) for read in reads),
+        max_positions=facts.model.max_positions,
+        max_tokens=run.train.batching.max_tokens_per_gpu,
+    )
     with tempfile.TemporaryDirectory(prefix="async-grpo-check-") as place:
         trials = Trials(run, facts.model, Path(place))
         yield (found := trials.worst_minibatch(sizes))
@@ -255,7 +257,7 @@ class Trials:
         own = self._run.train.options()
         kept = {
             option: own[option]
-            for option, group in groups_of(TrainConfig).items()
+            for option, group in groups_of(type(self._run.train)).items()
             if group in KEPT_GROUPS and option != "weight_transport"
         }
         num_lines = data.read_text().count("\n")
@@ -269,7 +271,7 @@ class Trials:
             "warmup_ratio": 0.0, "schedule_clock": "steps", "checkpoint_every_batches": HALF,
             "logging_level": "WARNING", **options,
         }  # fmt: skip
-        run = replace(self._run, train=TrainConfig(**settings))
+        run = replace(self._run, train=type(self._run.train)(**settings))
         log = self._place / f"{name}.log"
         run.logs.mkdir(parents=True)
         run.write_file()

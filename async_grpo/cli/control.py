@@ -19,9 +19,7 @@ import click
 from async_grpo.cli.boundary import command_boundary
 from async_grpo.cli.options import CONTEXT
 from async_grpo.cli.run_file import Table
-from async_grpo.config.live import parse_settings, with_settings
-from async_grpo.config.option import option_fields
-from async_grpo.config.train_config import TrainConfig
+from async_grpo.config.live import parse_settings, saved_config, with_settings
 from async_grpo.types.runs import AT_ONCE, Control, ControlAction
 from async_grpo.util.errors import ConfigError
 from async_grpo.util.run_folder import PARAMETERS_FILE
@@ -55,7 +53,7 @@ def main(run: Path, action: str, what: tuple[str, ...], ray_address: str) -> Non
     control = None if action == "show" else _request(action, what)
     options = _options(run)
     if control is not None:  # what the options refuse is refused before anybody is asked
-        with_settings(_config(options), control.settings)
+        with_settings(saved_config(options), control.settings)
     from async_grpo.run.output_folder import way_to
     from async_grpo.util import deadlines
 
@@ -123,11 +121,6 @@ def _options(run: Path) -> Table:
             "controller: stop it with Ctrl-C, and resume it with other options"
         )
     return options
-
-
-def _config(options: Table) -> TrainConfig:
-    names = option_fields(TrainConfig)
-    return TrainConfig(**{name: value for name, value in options.items() if name in names})
 
 
 def _tell(status: RunStatus, control: Control | None) -> None:

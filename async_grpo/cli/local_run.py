@@ -83,12 +83,8 @@ class LocalRun:
     @property
     def goes_on(self) -> bool:
         """Whether there is a checkpoint that it resumes."""
-        saved = newest_checkpoint(self.folder)
-        return (
-            bool(saved)
-            and not self.train.recording.overwrite
-            and self.train.recording.resume != "never"
-        )
+        is_kept = not self.train.recording.overwrite and self.train.recording.resume != "never"
+        return is_kept and newest_checkpoint(self.folder) is not None
 
     @property
     def is_finished(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 import click
 from click.core import ParameterSource
@@ -20,12 +20,8 @@ from async_grpo.config.option import (
     option_types,
 )
 
-if TYPE_CHECKING:
-    pass
-
 NOT_BUILT = ("tensor", "pipeline", "context")  # of the ways to divide a model among ranks
 
-Config = TypeVar("Config")
 Function = Callable[..., object]  # which click makes a command of
 CONTEXT = {
     # The predecessor's underscores keep working: --batch_size is --batch-size.
@@ -204,28 +200,16 @@ def predecessor_options(function: Function) -> Function:
 
     Harmless ones are taken, others are refused. All are hidden: a new command line needs none.
     """
-    kept_apart = click.option(  # its runs were told apart by this name, ours are by --namespace
-        "--experience-batcher-name", hidden=True, expose_value=False
+    refused = (
+        ("--experience-batcher-name", str, None),  # it told runs apart, as --namespace does
+        ("--global-rank", int, _check_rank),
+        ("--insert-reasoning-phrases/--no-insert-reasoning-phrases", bool, _refuse_phrases),
+        *((f"--{way}-parallel-size", int, _refuse_parallel) for way in NOT_BUILT),
     )
-    rank = click.option(
-        "--global-rank", type=int, hidden=True, expose_value=False, callback=_check_rank
-    )
-    phrases = click.option(
-        "--insert-reasoning-phrases/--no-insert-reasoning-phrases",
-        hidden=True,
-        expose_value=False,
-        callback=_refuse_phrases,
-    )
-    for way in NOT_BUILT:
-        parallel = click.option(
-            f"--{way}-parallel-size",
-            type=int,
-            hidden=True,
-            expose_value=False,
-            callback=_refuse_parallel,
-        )
-        function = parallel(function)
-    return kept_apart(rank(phrases(function)))
+    for name, kind, check in refused:
+        hidden = click.option(name, type=kind, hidden=True, expose_value=False, callback=check)
+        function = hidden(function)
+    return function
 
 
 def _check_rank(_context: click.Context, _option: click.Parameter, rank: int | None) -> None:

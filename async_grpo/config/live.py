@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from async_grpo.config.option import Change, flag, option_types, options_of_change
+from async_grpo.config.option import (
+    Change,
+    flag,
+    option_fields,
+    option_types,
+    options_of_change,
+)
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.util.errors import ConfigError
 
@@ -32,6 +38,12 @@ def parse_settings(texts: Iterable[str]) -> dict[str, object]:
             kind = {int: "a whole number", float: "a number"}[hints[name]]
             raise ConfigError(f"{flag(name)} must be {kind}, got {value!r}: give one") from error
     return found
+
+
+def saved_config(parameters: Mapping[str, Any]) -> TrainConfig:
+    """The options of a run, of its `training_params.json`, which holds more."""
+    names = option_fields(TrainConfig)
+    return TrainConfig(**{name: value for name, value in parameters.items() if name in names})
 
 
 def with_settings(config: TrainConfig, settings: Settings) -> TrainConfig:
