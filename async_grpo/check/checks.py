@@ -32,7 +32,6 @@ from async_grpo.check.worker_tables import (
 )
 from async_grpo.config.roles import GENERATION, JUDGE
 from async_grpo.config.teaching import check_vocabulary
-from async_grpo.config.train_config import TrainConfig
 from async_grpo.environments.chat.find import AUTO, find_renderer
 from async_grpo.environments.find import check_environments
 from async_grpo.model.model_folder import ModelFacts
@@ -194,7 +193,7 @@ def check_workers(setup: Setup, facts: Facts) -> Iterator[Finding]:
             if model is not facts.model:  # which is told of once
                 yield from refused("worker", model)
         elif isinstance(model, ModelFacts) and isinstance(facts.model, ModelFacts):
-            worker, demand = as_registered(config, model), _demand(setup.train, facts)
+            worker, demand = as_registered(config, model), _demand(setup, facts)
             text = f"{who} serves {config.model_path} for {worker.max_model_len} tokens"
             if config.mode not in (GENERATION, JUDGE):
                 limit = "by --max-tokens-per-gpu and the model's positions"
@@ -206,7 +205,7 @@ def check_workers(setup: Setup, facts: Facts) -> Iterator[Finding]:
             yield Finding("waits", "worker", f"{config.model_path} is made by [launch] prepare")
 
 
-def _demand(config: TrainConfig, facts: Facts) -> Demand:
+def _demand(setup: Setup, facts: Facts) -> Demand:
     assert isinstance(facts.model, ModelFacts)
     reads = facts.data if isinstance(facts.data, tuple) else ()
     prompts, pairs = (
@@ -214,7 +213,7 @@ def _demand(config: TrainConfig, facts: Facts) -> Demand:
         for is_of in (lambda each: each.purpose != "given", lambda each: each.purpose == "given")
     )
     devices = ("another",) if facts.num_devices else ()  # who gets which, the placement says
-    return Demand(config, facts.model, prompts, longest_pair=pairs, devices=devices)
+    return Demand(setup.train, facts.model, prompts, longest_pair=pairs, devices=devices)
 
 
 def check_rewards(setup: Setup, facts: Facts) -> Iterator[Finding]:

@@ -27,7 +27,6 @@ from async_grpo.checkpoint.resume import find_start
 from async_grpo.cluster import head
 from async_grpo.cluster.head import ClusterResources
 from async_grpo.config.roles import GENERATION, JUDGE, LOGPROB, TEACHER
-from async_grpo.config.train_config import TrainConfig
 from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.gateway.run_gateway import free_address
 from async_grpo.model.hub import local_folder
@@ -98,7 +97,7 @@ def _places(setup: Setup) -> dict[str, object]:
     if config.places.gateway:
         found["gateway"] = tried(lambda: ":".join(map(str, free_address(config.places) or ())))
     unfit = (*unfit_packages(), *broken_interfaces())
-    return {**found, "start": tried(lambda: _start(config)), "unfit": unfit}
+    return {**found, "start": tried(lambda: _start(setup)), "unfit": unfit}
 
 
 def _at_once(setup: Setup) -> dict[str, object]:
@@ -131,10 +130,8 @@ def _in_seconds(setup: Setup, tries_rewards: bool) -> dict[str, object]:
         prompt = tried(lambda: _prompt(model, reads))
         found |= {"data": prompt} if isinstance(prompt, AsyncGrpoError) else prompt
     if tries_rewards and isinstance(reads, tuple):
-        questions = _questions(setup.train, reads)
-        found["rewards"] = tried(
-            lambda: try_here(setup.workers, questions, setup.train, trusted=setup.trusted)
-        )
+        questions = _questions(setup, reads)
+        found["rewards"] = tried(lambda: try_here(setup, questions))
     return found
 
 
@@ -184,11 +181,11 @@ def _worker_model(
     return folder
 
 
-def _questions(config: TrainConfig, reads: Collection[DataRead]) -> list[Question]:
+def _questions(setup: Setup, reads: Collection[DataRead]) -> list[Question]:
     """What the rewards are tried on: the first question of each file."""
     found = [q for each in reads if each.purpose == "train" for q in each.firsts.values()]
     questions = [question for question in found if isinstance(question, Question)]
-    return questions if config.data.data else questions[:1]
+    return questions if setup.train.data.data else questions[:1]
 
 
 def _prompt(model: ModelFacts, data: Known[tuple[DataRead, ...]]) -> dict[str, object]:
@@ -211,14 +208,14 @@ def _prompt(model: ModelFacts, data: Known[tuple[DataRead, ...]]) -> dict[str, o
     return {"prompt": str(tokenizer.decode(ids)), "begins_twice": twice, "data": told}
 
 
-def _start(config: TrainConfig) -> str:
+def _start(setup: Setup) -> str:
     """Where the run begins, in words; raises what its folder has against it."""
-    saved = Path(config.recording.output_dir) / "checkpoints"
+    saved = Path(setup.train.recording.output_dir) / "checkpoints"
     if sum(each.stat().st_size for each in saved.rglob("*")) > MOST_VERIFIED_BYTES:
         return f"{saved} is too large to be verified here: the run does when it goes on"
-    start = find_start(config)
+    start = find_start(setup.train)
     if start.folder is None:
-        return f"a new run in {config.recording.output_dir}"
+        return f"a new run in {setup.train.recording.output_dir}"
     left = "nothing is left to train" if start.is_finished else "the run goes on"
     return f"{left} after batch {start.batches}, from {start.folder}"
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from async_grpo.check.data_read import DataRead
 from async_grpo.check.facts import Facts
 from async_grpo.check.finding import Finding, Setup
-from async_grpo.config.train_config import TrainConfig
+from async_grpo.config.sampling_options import BatchingOptions
 from async_grpo.model.model_folder import ModelFacts, WeightsSize
 from async_grpo.types.snapshots import store_complaint
 
@@ -34,11 +34,12 @@ def check_batch(setup: Setup, facts: Facts) -> Iterator[Finding]:
         reads = [read for read in facts.data if read.purpose == "train"]
         lines = sum(read.num_lines for read in reads) if all(each.is_whole for each in reads) else 0
     is_sft = setup.learns_from_pairs
-    text = batch_in_words(config, num_ranks=ranks, num_lines=lines, is_sft=is_sft)
-    yield Finding("ok", "batch", text)
-    per_step = config.batching.questions_per_step * (
-        1 if is_sft else config.sampling.samples_per_question
+    of_slot = 1 if is_sft else config.sampling.samples_per_question
+    text = batch_in_words(
+        config.batching, of_slot=of_slot, num_ranks=ranks, num_lines=lines, is_sft=is_sft
     )
+    yield Finding("ok", "batch", text)
+    per_step = config.batching.questions_per_step * of_slot
     if per_step < ranks:
         yield Finding(
             "warning",
@@ -53,7 +54,7 @@ def check_room(setup: Setup, facts: Facts) -> Iterator[Finding]:
     if facts.size is None:
         return
     config, free = setup.train, facts.disk_free_bytes
-    kept, dumped = disk_need(config, facts.size)
+    kept, dumped = _disk_need(setup, facts.size)
     need = f"{in_gib(kept)} of checkpoints and exports and up to {in_gib(dumped)} of samples"
     text = f"{config.recording.output_dir} has {in_gib(free)} free, the run writes {need}"
     remedy = "name another --output-dir, or lower --keep-checkpoints or --dump-max-gib"
@@ -84,7 +85,7 @@ def check_options(setup: Setup, facts: Facts) -> Iterator[Finding]:
     if config.sampling.temperature > HOT:
         text = f"--temperature {config.sampling.temperature:g} samples close to noise: 1 is usual"
         yield Finding("warning", "options", text)
-    yield from _warm_up(config, of_slot=1 if setup.learns_from_pairs else 0)
+    yield from _warm_up(setup)
     started = sum(each.num_workers for each in setup.workers)
     if 0 < setup.num_cpus < started:
         text = f"num_cpus {setup.num_cpus} is fewer than the {started} workers of the file, which "
@@ -94,13 +95,14 @@ def check_options(setup: Setup, facts: Facts) -> Iterator[Finding]:
         yield Finding("warning", "options", f"{text}there is no device: start at most {cores}")
 
 
-def _warm_up(config: TrainConfig, *, of_slot: int) -> Iterator[Finding]:
-    optimizer = config.optimizer
+def _warm_up(setup: Setup) -> Iterator[Finding]:
+    optimizer, batching = setup.train.optimizer, setup.train.batching
     by_samples = optimizer.schedule_clock == "samples"
-    per_batch = config.batching.steps_per_batch
+    per_batch = batching.steps_per_batch
     if by_samples:
-        per_batch = config.batching.batch_size * (of_slot or config.sampling.samples_per_question)
-    total = config.batching.num_training_batches * per_batch
+        of_slot = 1 if setup.learns_from_pairs else setup.train.sampling.samples_per_question
+        per_batch = batching.batch_size * of_slot
+    total = batching.num_training_batches * per_batch
     warm_up = optimizer.num_warmup_samples if by_samples else optimizer.num_warmup_steps
     if warm_up >= total and optimizer.lr_scheduler != "constant":
         text = f"the learning rate warms up for {warm_up} {optimizer.schedule_clock}, the run has "
@@ -123,22 +125,21 @@ def lengths_in_words(read: DataRead) -> str:
     return f"{kind} of {low} to {high} tokens, half of them up to {middle}"
 
 
-def batch_in_words(config: TrainConfig, *, num_ranks: int, num_lines: int, is_sft: bool) -> str:
+def batch_in_words(
+    batching: BatchingOptions, *, of_slot: int, num_ranks: int, num_lines: int, is_sft: bool
+) -> str:
     """What is sampled and trained a batch, a gradient step, a rank and in all.
 
-    >>> config = TrainConfig(model_name_or_path="m", data_path="d", train_minibatch_size=8)
-    >>> print(batch_in_words(config, num_ranks=2, num_lines=64, is_sft=False))
+    `of_slot`: samples of a question, or 1 of pairs.
+
+    >>> batching = BatchingOptions(train_minibatch_size=8)
+    >>> print(batch_in_words(batching, of_slot=8, num_ranks=2, num_lines=64, is_sft=False))
     a batch is 32 questions x 8 samples = 256, in 4 gradient steps of 64; 2 ranks of 16384 tokens \
 a minibatch train about 32 samples of a step each; 100 batches are 25600 samples and 400 steps, \
 and ask each of 64 questions 50 times
     """
-    batching = config.batching
-    of_question = 1 if is_sft else config.sampling.samples_per_question
-    samples, step = (
-        batching.batch_size * of_question,
-        batching.questions_per_step * of_question,
-    )
-    what = "pairs" if is_sft else f"questions x {of_question} samples = {samples}"
+    samples, step = batching.batch_size * of_slot, batching.questions_per_step * of_slot
+    what = "pairs" if is_sft else f"questions x {of_slot} samples = {samples}"
     kind = "pair" if is_sft else "question"
     steps = batching.steps_per_batch
     text = (
@@ -154,30 +155,23 @@ and ask each of 64 questions 50 times
     return f"{text}, and ask each of {num_lines} {kind}s {times:.3g} times"
 
 
-def disk_need(config: TrainConfig, size: WeightsSize) -> tuple[int, int]:
+def _disk_need(setup: Setup, size: WeightsSize) -> tuple[int, int]:
     """Bytes of checkpoints and exports, and at most those of the dump of samples.
 
     While a checkpoint is written, those that are kept are still there.
     """
-    saves = (
-        (config.recording.keep_checkpoints + 1) if config.recording.checkpoint_every_batches else 0
-    )
-    samples = (
-        config.batching.num_training_batches
-        * config.batching.batch_size
-        * config.sampling.samples_per_question
-    )
-    every = config.recording.min_samples_per_checkpoint
+    recording, batching = setup.train.recording, setup.train.batching
+    sampling, every = setup.train.sampling, recording.min_samples_per_checkpoint
+    saves = recording.keep_checkpoints + 1 if recording.checkpoint_every_batches else 0
+    questions = batching.num_training_batches * batching.batch_size
+    samples = questions * sampling.samples_per_question
     exports = 1 + (samples // every if every else 0)
-    of_token = BYTES_OF_TOKEN + BYTES_OF_COLUMNS * config.recording.dump_token_columns
-    dumped = samples * (BYTES_OF_SAMPLE + of_token * config.sampling.max_generation_tokens)
-    if config.recording.dump_max_gib:
-        dumped = min(dumped, int(config.recording.dump_max_gib * GIB))
+    of_token = BYTES_OF_TOKEN + BYTES_OF_COLUMNS * recording.dump_token_columns
+    dumped = samples * (BYTES_OF_SAMPLE + of_token * sampling.max_generation_tokens)
+    if recording.dump_max_gib:
+        dumped = min(dumped, int(recording.dump_max_gib * GIB))
     state = saves * BYTES_OF_STATE * size.num_parameters
-    return (
-        state + exports * size.size_bytes,
-        dumped if config.recording.dump_samples_filename else 0,
-    )
+    return state + exports * size.size_bytes, dumped if recording.dump_samples_filename else 0
 
 
 def in_gib(size_bytes: float) -> str:

@@ -16,7 +16,6 @@ from pathlib import Path
 from async_grpo.check.finding import Finding, Known, Setup
 from async_grpo.cluster.head import ClusterResources
 from async_grpo.config.roles import GENERATION, JUDGE, VERIFIER
-from async_grpo.config.train_config import TrainConfig
 from async_grpo.config.worker_config import WorkerConfig, check_known
 from async_grpo.environments.find import grades_itself
 from async_grpo.model.model_folder import ModelFacts, engine_positions
@@ -49,23 +48,18 @@ class Tried:
     unseen: tuple[str, ...] = ()  # sentences on rewards that were not imported
 
 
-def try_here(
-    workers: Sequence[WorkerConfig],
-    questions: Sequence[Question],
-    config: TrainConfig,
-    *,
-    trusted: bool,
-) -> Tried:
+def try_here(setup: Setup, questions: Sequence[Question]) -> Tried:
     """Have the rewards of each dispatcher grade what verifiers grade of these questions.
 
-    Without questions they are only loaded. Unless they are `trusted` they have no network, and are
+    Without questions they are only loaded. Unless they are trusted they have no network, and are
     left out where they cannot be confined, though the run may permit that. Raises `ConfigError` for
     a reward that cannot be, or that no dispatcher brings.
     """
+    config, trusted = setup.train, setup.trusted
     if all(map(grades_itself, config.environments)):
         return Tried()
     graded = [q for q in questions if not grades_itself(config.data.environment_of(q.dataset_type))]
-    pools = [w for w in workers if w.role in (GENERATION, VERIFIER) and w.reward_names]
+    pools = [w for w in setup.workers if w.role in (GENERATION, VERIFIER) and w.reward_names]
     for worker in pools:
         check_names(worker.reward_names, config.data, config.evaluation)
     tried = []
@@ -74,7 +68,7 @@ def try_here(
         if not trusted:
             found = replace(found, network=False, unconfined_rewards=False, unconfined_code=False)
         try:
-            tried.append(asyncio.run(_try(found, worker, graded, config)))
+            tried.append(asyncio.run(_try(found, worker, graded, setup)))
         except ConfigError:
             why = why_unconfined(wanted_isolation(found, shipped=False))
             if trusted or not why or not (worker.unconfined_rewards or worker.unconfined_code):
@@ -88,7 +82,7 @@ def try_here(
 
 
 async def _try(
-    found: VerifierConfig, worker: WorkerConfig, questions: Sequence[Question], config: TrainConfig
+    found: VerifierConfig, worker: WorkerConfig, questions: Sequence[Question], setup: Setup
 ) -> Tried:
     sandbox = Sandbox(found, num_processes=os.cpu_count() or 1)
     try:
@@ -97,7 +91,9 @@ async def _try(
         rewards = replace(found.rewards(num_cores=1), groupwise=sandbox.groupwise)
         trials: list[Trial] = []
         for question in questions:
-            request = request_of(question, config.data, config.evaluation, rewards=rewards)
+            request = request_of(
+                question, setup.train.data, setup.train.evaluation, rewards=rewards
+            )
             sample = adapter_sample(request.outputs[0])
             verdicts: Sequence[Verdict | None] = (None,)
             with contextlib.suppress(TimeoutError):
