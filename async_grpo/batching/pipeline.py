@@ -29,7 +29,7 @@ from async_grpo.batching.leased_work import (
 )
 from async_grpo.batching.ledger import SlotBooks
 from async_grpo.batching.records import BatcherPlan
-from async_grpo.batching.scoring import Scoring
+from async_grpo.batching.scoring import SampleScoring
 from async_grpo.batching.statistics import StageClock
 from async_grpo.batching.teachers import PayloadBuffer, Teachers
 from async_grpo.config.roles import ENVIRONMENT, GENERATION, VERIFIER
@@ -77,7 +77,7 @@ class SlotPipeline:
         self.grading = Grading(self._verify, timeout_s=limit_s, progress=self.workers.progress)
         self.stages = StageClock(time.monotonic())
         batching, first = config.batching, plan.first_step
-        self.scoring = Scoring(
+        self.scoring = SampleScoring(
             self.workers,
             self._in_stage,
             max_staleness=config.sampling.max_staleness,

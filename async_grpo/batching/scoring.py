@@ -44,7 +44,7 @@ Samples = tuple[Sample, ...]
 InStage = Callable[[str, int], AbstractContextManager[None]]
 
 
-class Scoring:
+class SampleScoring:
     """Asks whoever an algorithm needs; holds nothing but counts and the latest published batch."""
 
     def __init__(

@@ -20,7 +20,7 @@ from async_grpo.telemetry.alarms import ALARMS_FILE, AlarmLog
 from async_grpo.telemetry.console import Console
 from async_grpo.telemetry.gauges import RayGauges
 from async_grpo.telemetry.jsonl import JsonlWriter, write_json_atomic
-from async_grpo.telemetry.metrics import metrics_row
+from async_grpo.telemetry.metrics_row import metrics_row
 from async_grpo.telemetry.progress import duration, number
 from async_grpo.telemetry.sample_dump import all_files
 from async_grpo.telemetry.trackers import Trackers, as_charts

@@ -11,7 +11,7 @@ from oracle import make_config, oracle_logprobs, random_samples
 from trained import HERE, OPTIONS, assert_same_parameters, make_learner, make_oracle, train
 
 from async_grpo.algorithms.base import LocalRules
-from async_grpo.telemetry.metrics import metrics_row
+from async_grpo.telemetry.metrics_row import metrics_row
 from async_grpo.types import Group
 
 NUM_STEPS = 3

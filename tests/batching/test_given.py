@@ -23,7 +23,7 @@ from async_grpo.batching.failures import MAX_SEQUENTIAL_FAILURES
 from async_grpo.batching.ledger import Ledger
 from async_grpo.config.roles import teacher
 from async_grpo.data.order import MixedOrder, QuestionStream
-from async_grpo.telemetry.metrics import metrics_row
+from async_grpo.telemetry.metrics_row import metrics_row
 from async_grpo.types import GivenPair, Minibatch, Question
 from async_grpo.util.errors import WorkerError
 

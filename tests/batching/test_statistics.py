@@ -8,7 +8,7 @@ from scripted import make_completion, make_sample, make_verdict
 
 from async_grpo.batching.admission import StepKey
 from async_grpo.batching.statistics import SampleSums, StalenessError, group_sums, tokens_by_lag
-from async_grpo.telemetry.metrics import COUNTS
+from async_grpo.telemetry.metrics_row import COUNTS
 from async_grpo.telemetry.schema import METRICS
 from async_grpo.types import Episode, Group, VersionSpan, WeightsVersion
 

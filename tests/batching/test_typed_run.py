@@ -9,7 +9,7 @@ from scripted_run import QUESTIONS, Run, make_config, split_steps
 
 from async_grpo.config.evaluation_sets import SAMPLES_PER_QUESTION
 from async_grpo.data.order import QuestionStream, TypedQuestions
-from async_grpo.telemetry.metrics import metrics_row
+from async_grpo.telemetry.metrics_row import metrics_row
 from async_grpo.types import SamplingContract
 from async_grpo.util.errors import WorkerError
 

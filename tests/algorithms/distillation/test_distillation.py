@@ -21,7 +21,7 @@ from async_grpo.algorithms.find import find_algorithm
 from async_grpo.model.collate import collate
 from async_grpo.model.logprobs import TokenLogprobs
 from async_grpo.model.policy import PolicyModel, hf_named_parameters
-from async_grpo.telemetry.metrics import metrics_row
+from async_grpo.telemetry.metrics_row import metrics_row
 from async_grpo.training.fsdp import shard
 from async_grpo.types import Group
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from async_grpo.telemetry.metrics import effective_tokens, metrics_row
+from async_grpo.telemetry.metrics_row import effective_tokens, metrics_row
 from async_grpo.telemetry.schema import METRICS
 
 PREDECESSORS_KEYS = (
