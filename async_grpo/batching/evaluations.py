@@ -17,6 +17,8 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from async_grpo.batching.admission import StepKey
@@ -82,7 +84,12 @@ class Evaluations:
         before = self._running if self._running and not self._running.done() else None
         if before and not is_last:
             logger.warning("nothing is evaluated of weights %s: %s", version, STILL_RUNNING)
-            self._results += [_skipped(each, version) for each in due]
+            self._results += [
+                EvaluationResult.without(
+                    each.config.name, version, each.config.samples, why=STILL_RUNNING
+                )
+                for each in due
+            ]
             return
         work = self._run(due, version, after=before, is_last=is_last)
         self._running = self._begin(work, name=f"evaluate-{version}")
@@ -119,20 +126,14 @@ class Evaluations:
     async def _evaluated(
         self, found: SetPlan, version: WeightsVersion, hold: Hold | None
     ) -> EvaluationResult:
-        config = found.config
-        terms = EvaluationTerms(config.name, config.rewards, hold)
-        evaluation = SetEvaluation(
-            found,
-            self._pipeline,
-            terms,
-            version=version,
-            num_together=lambda: self._num_together(config.samples, hold),
-        )
+        num_at_once = partial(self._num_at_once, found.config.samples, hold)
+        evaluation = SetEvaluation(found, self._pipeline, version, hold, num_at_once)
         result = await evaluation.run()
-        logger.info("evaluated %s of weights %s", config.name or "held-out questions", version)
+        name = found.config.name or "held-out questions"
+        logger.info("evaluated %s of weights %s", name, version)
         return result
 
-    def _num_together(self, samples: int, hold: Hold | None) -> int:
+    def _num_at_once(self, samples: int, hold: Hold | None) -> int:
         """Questions in work at a time."""
         rooms = [self._registry_of(GENERATION).room(hold)]
         if (environments := self._registry_of(ENVIRONMENT)).members:
@@ -140,92 +141,70 @@ class Evaluations:
         return max(1, int(min(rooms) // samples))
 
 
-def _skipped(found: SetPlan, version: WeightsVersion) -> EvaluationResult:
-    return EvaluationResult(
-        name=found.config.name,
-        version=version,
-        oldest=version,
-        newest=version,
-        samples_per_question=found.config.samples,
-        questions=(),
-        seconds=0.0,
-        skipped=STILL_RUNNING,
-    )
-
-
+@dataclass(slots=True, eq=False)
 class SetEvaluation:
     """One pass over one set, through the same workers and verifiers as training."""
 
-    def __init__(
-        self,
-        plan: SetPlan,
-        pipeline: SlotPipeline,
-        terms: EvaluationTerms,
-        *,
-        version: WeightsVersion,
-        num_together: Callable[[], int],
-    ) -> None:
-        """`num_together`: questions in work at a time, which may become fewer on the way."""
-        self._plan = plan
-        self._pipeline = pipeline
-        self._terms = terms
-        self._version = version
-        self._sampled: list[WeightsVersion] = []  # the oldest and the newest of any token
-        self._num_together = num_together
-        self._ledger = Ledger()  # its own: nothing of it is trained
-        self._outcomes: dict[int, QuestionOutcome] = {}
-        self._failure: SlotFailed | None = None
+    plan: SetPlan
+    pipeline: SlotPipeline
+    version: WeightsVersion  # that is evaluated
+    hold: Hold | None  # of the worker that keeps it; None: any worker samples
+    num_at_once: Callable[[], int]  # questions, which may become fewer on the way
+    _ledger: Ledger = field(default_factory=Ledger)  # its own: nothing of it is trained
+    _sampled: list[WeightsVersion] = field(default_factory=list)  # oldest and newest of any token
+    _outcomes: dict[int, QuestionOutcome] = field(default_factory=dict)
+    _failure: SlotFailed | None = None
 
     async def run(self) -> EvaluationResult:
         """Sample and grade every question; raises `WorkerError` where nothing of all that works.
 
         That is when nothing could be graded before anything was trained.
         """
-        started, questions = time.monotonic(), self._plan.questions
+        started, questions = time.monotonic(), self.plan.questions
         numbers = iter(range(len(questions)))
-        players = min(self._num_together(), len(questions))
+        players = min(self.num_at_once(), len(questions))
         await together((self._play(n, numbers) for n in range(players)), name="held-out")
         outcomes = tuple(self._outcomes[number] for number in range(len(questions)))
-        if self._failure and all(each.failure for each in outcomes) and not self._version.batches:
-            whose = f" of {self._plan.config.name}" if self._plan.config.name else ""
+        if self._failure and all(each.failure for each in outcomes) and not self.version.batches:
+            whose = f" of {self.plan.config.name}" if self.plan.config.name else ""
             raise WorkerError(nothing_graded(f"the held-out questions{whose}", self._failure))
         return EvaluationResult(
-            name=self._plan.config.name,
-            version=self._version,
-            oldest=min(self._sampled, default=self._version),
-            newest=max(self._sampled, default=self._version),
-            samples_per_question=self._plan.config.samples,
+            name=self.plan.config.name,
+            version=self.version,
+            oldest=min(self._sampled, default=self.version),
+            newest=max(self._sampled, default=self.version),
+            samples_per_question=self.plan.config.samples,
             questions=outcomes,
             seconds=time.monotonic() - started,
         )
 
     async def _play(self, player: int, numbers: Iterator[int]) -> None:
         """One question after the other, as long as there is room for so many players."""
-        while not player or player < self._num_together():
+        while not player or player < self.num_at_once():
             if (number := next(numbers, None)) is None:
                 return
             self._outcomes[number] = await self._grade(number)
 
     async def _grade(self, number: int) -> QuestionOutcome:
-        config, question = self._plan.config, self._plan.questions[number]
+        config, question = self.plan.config, self.plan.questions[number]
         self._ledger.admit(number, num_samples=config.samples, step=StepKey(0, 0))
         request = GenerationRequest(
             number,
             0,
             question.input_token_ids,
             config.samples,
-            self._plan.sampling,
+            self.plan.sampling,
             seed=first_seed(config.seed) + number * config.samples,  # an engine adds the index
             priority=LAST,
         )
         try:
-            episodes, verdicts = await self._pipeline.play(
+            episodes, verdicts = await self.pipeline.play(
                 question,
                 request,
-                oldest=self._version,
+                oldest=self.version,
                 slot=("held out", config.name, number),
                 books=SlotBooks(self._ledger, number),
-                terms=self._terms,
+                terms=EvaluationTerms(config.name, config.rewards, self.hold),
             )
         except (SlotFailed, NoWorkerError) as error:
             whose = f" of {config.name}" if config.name else ""

@@ -128,7 +128,7 @@ def _evaluated(
 ) -> dict[str, object]:
     from async_grpo.cluster.cluster import Cluster
     from async_grpo.run import evaluating  # seconds, as all that needs torch
-    from async_grpo.telemetry.estimates import evaluation_row
+    from async_grpo.telemetry.evaluation_record import evaluation_row
 
     # In the main thread.
     places = run.train.places
@@ -144,7 +144,7 @@ def _evaluated(
 
 
 def _tell(measured: dict[str, object], config: EvaluateConfig) -> None:
-    from async_grpo.telemetry.estimates import in_words
+    from async_grpo.telemetry.evaluation_record import in_words
     from async_grpo.telemetry.jsonl import write_json_atomic
 
     if config.output:

@@ -15,9 +15,10 @@ from typing import Any, Self
 from async_grpo.algorithms.find import find_algorithm
 from async_grpo.checkpoint.resume import Start, changed_options
 from async_grpo.config.train_config import TrainConfig
-from async_grpo.run.journals import CONTROL_FILE, EvaluationRecord
+from async_grpo.run.journals import CONTROL_FILE
 from async_grpo.telemetry.alarms import ALARMS_FILE, AlarmLog
 from async_grpo.telemetry.console import Console
+from async_grpo.telemetry.evaluation_record import EvaluationRecord
 from async_grpo.telemetry.gauges import RayGauges
 from async_grpo.telemetry.jsonl import JsonlWriter, write_json_atomic
 from async_grpo.telemetry.metrics_row import metrics_row

@@ -153,6 +153,13 @@ class EvaluationResult(Parcel):
     seconds: float
     skipped: str = ""  # why nothing was sampled
 
+    @classmethod
+    def without(
+        cls, name: str, version: WeightsVersion, samples_per_question: int, *, why: str
+    ) -> EvaluationResult:
+        """That of a set of which nothing was sampled."""
+        return cls(name, version, version, version, samples_per_question, (), 0.0, skipped=why)
+
     @property
     def graded(self) -> tuple[QuestionOutcome, ...]:
         return tuple(each for each in self.questions if not each.failure)

@@ -9,7 +9,6 @@ from scripted import Registry, make_question, run
 from scripted_run import INCARNATION, ROWS, Run, make_config, split_steps
 
 from async_grpo.batching.evaluations import STILL_RUNNING, SetEvaluation, first_seed
-from async_grpo.batching.leased_work import EvaluationTerms
 from async_grpo.config.evaluation_sets import SAMPLES_PER_QUESTION
 from async_grpo.environments.base import EpisodeFailed, FailureClass
 from async_grpo.types import Control, WeightsVersion
@@ -28,16 +27,12 @@ def evaluate(script, *, num_questions):
     return result, running
 
 
-def evaluate_set(running, *, version=0, num_together=64, **changes):
+def evaluate_set(running, *, version=0, num_at_once=64, **changes):
     """One pass over the unnamed set, of weights that are served."""
     running.cluster.version = version = WeightsVersion(INCARNATION, version)
     plan = replace(running.plan.sets[0], **changes)
     evaluation = SetEvaluation(
-        plan,
-        running.served.pipeline,
-        EvaluationTerms(),
-        version=version,
-        num_together=lambda: num_together,
+        plan, running.served.pipeline, version, None, num_at_once=lambda: num_at_once
     )
     return run(evaluation.run())
 
@@ -171,7 +166,7 @@ def test_so_many_questions_are_in_work_at_a_time_as_there_is_room_for():
             busy -= 1
 
     running.cluster.generate = watched
-    assert evaluate_set(running, num_together=3).num_samples == 120
+    assert evaluate_set(running, num_at_once=3).num_samples == 120
     assert most == 3
 
 
@@ -191,9 +186,7 @@ def test_an_evaluation_that_loses_its_own_worker_takes_less_of_the_others_room()
     running.cluster.generate = watched
     running.cluster.version = version = WeightsVersion(INCARNATION, 0)
     plan, pipeline = running.plan.sets[0], running.served.pipeline
-    evaluation = SetEvaluation(
-        plan, pipeline, EvaluationTerms(), version=version, num_together=lambda: room[0]
-    )
+    evaluation = SetEvaluation(plan, pipeline, version, None, num_at_once=lambda: room[0])
     assert run(evaluation.run()).num_samples == 160
 
 

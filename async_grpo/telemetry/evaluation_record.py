@@ -1,12 +1,18 @@
-"""One evaluation in numbers: rates, pass@k, and between what they lie. Pure.
+"""The evaluations of a run: which are due, and each in numbers: rates, pass@k, their intervals.
+
+Each that is due has one line in the end, in `evaluation_metrics.jsonl`, of the step whose weights
+it tells of.
 
 Legend: Q graded questions, M statistics.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,13 +20,129 @@ from numpy.typing import NDArray
 
 from async_grpo.config.evaluation_sets import EvaluationSet
 from async_grpo.telemetry.progress import in_brackets, number
-from async_grpo.types import EvaluationResult, QuestionOutcome
+from async_grpo.types import EvaluationResult, QuestionOutcome, WeightsVersion
 
+logger = logging.getLogger(__name__)
 Floats = NDArray[np.float64]
 Row = dict[str, Any]
 WITH_INTERVAL = ("eval_accuracy", "eval_reward", "eval_solved")
 NUM_RESAMPLES = 1000
 CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class DueEvaluation:
+    """An evaluation that is due, and where the run was with its weights."""
+
+    set: str
+    batch: int
+    step: int
+    total_samples_accumulated: int
+    total_tokens: int
+    total_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class BestEvaluation:
+    """The best evaluation so far, as best_checkpoint.json tells it."""
+
+    metric: str
+    value: float
+    batch: int  # batches in its weights
+
+
+class EvaluationRecord:
+    """Of rank 0; kept in checkpoints, so that a resumed run knows what was left undone."""
+
+    def __init__(
+        self,
+        sets: Iterable[EvaluationSet],
+        *,
+        is_due: Callable[[EvaluationSet, int], bool],
+        best_set: EvaluationSet | None,
+        metric: str,
+        has_types: bool,
+        saved: Mapping[str, Any],
+        write: Callable[[Row], None],
+        write_best: Callable[[BestEvaluation], None],
+    ) -> None:
+        """`is_due`: a set after so many batches. `metric`, of `best_set`, tells the best one.
+
+        `saved`: the `state` of the run that goes on. `write_best` hears of a new best one.
+        """
+        self._is_due, self._best_set, self._metric = is_due, best_set, metric
+        self._has_types = has_types
+        self._best = BestEvaluation(**saved["best"]) if saved.get("best") else None
+        self._write_best = write_best
+        self._sets = {found.name: found for found in sets}
+        self._write = write
+        self._open = {
+            (due["set"], due["batch"]): DueEvaluation(**due) for due in saved.get("open", ())
+        }
+        self.newest = 0  # batches in the weights that were published last
+        # Batches whose checkpoints stay: the best one, and whatever may turn out to be. It is made
+        # anew with every change, for another thread reads it.
+        self.spared = self._to_spare()
+
+    def state(self) -> dict[str, object]:
+        """What is due and has no line, and the best so far."""
+        best = dataclasses.asdict(self._best) if self._best else None
+        return {"open": [dataclasses.asdict(due) for due in self._open.values()], "best": best}
+
+    def published(self, batches: int, *, evaluates: bool = False, **totals: Any) -> None:
+        """Weights go out; those of an evaluation that is due are noted with the run's `totals`.
+
+        `evaluates`: all sets are due, for somebody has asked for it.
+        """
+        self.newest = batches
+        for name, found in self._sets.items():
+            if evaluates or self._is_due(found, batches):
+                self._open[name, batches] = DueEvaluation(name, batches, **totals)
+        self.spared = self._to_spare()
+
+    def ended(self, result: EvaluationResult) -> Row | None:
+        """The line of a result, which is written; None where it has one already.
+
+        A controller that takes another's place evaluates the weights again that it is given.
+        """
+        due = self._open.pop((result.name, result.version.batches), None)
+        if due is None:
+            return None
+        found = self._sets[result.name]
+        measured = evaluation_row(result, found, has_types=self._has_types)
+        row = dataclasses.asdict(due) | measured
+        self._write(row)
+        self._compare(row)
+        logger.log(logging.WARNING if result.skipped else logging.INFO, "%s", in_words(row))
+        return row
+
+    def lost(self, reason: str, *, but: int | None = None) -> None:
+        """What is open has come to nothing; `but` these batches, which are evaluated again."""
+        for due in list(self._open.values()):
+            found = self._sets.get(due.set)
+            if found and (due.batch != but or not self._is_due(found, due.batch)):
+                version = WeightsVersion(0, due.batch)
+                self.ended(EvaluationResult.without(due.set, version, found.samples, why=reason))
+
+    def _compare(self, row: Row) -> None:
+        """Of two equal ones the earlier stays the best."""
+        metric = self._metric
+        value = row.get(metric) if metric else None
+        if value is not None and (
+            self._best is None or self._best.metric != metric or value > self._best.value
+        ):
+            self._best = BestEvaluation(metric, float(value), row["batch"])
+            self._write_best(self._best)
+            logger.info("the best checkpoint so far is after batch %d: %s %.4g",
+                        row["batch"], metric, value)  # fmt: skip
+        self.spared = self._to_spare()
+
+    def _to_spare(self) -> frozenset[int]:
+        found = self._best_set
+        if found is None:
+            return frozenset()
+        waiting = {due.batch for due in self._open.values() if due.set == found.name}
+        return frozenset(waiting | ({self._best.batch} if self._best else set()))
 
 
 def evaluation_row(result: EvaluationResult, found: EvaluationSet, *, has_types: bool) -> Row:

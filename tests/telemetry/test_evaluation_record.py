@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_grpo.telemetry.estimates import bootstrap_intervals, pass_at_k
+from async_grpo.telemetry.evaluation_record import bootstrap_intervals, pass_at_k
 
 
 @st.composite
