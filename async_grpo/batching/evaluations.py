@@ -3,11 +3,11 @@
 consumes:     the news of published weights; the questions of the sets that are due with them
 produces:     a result of every such set, what came of each question, or why there is none
 waits for:    the sets of one evaluation, one after the other; leases, generation, verdicts
-unblocked by: the worker that keeps the weights, or whoever serves such weights; verifiers
+unblocked by: the worker that keeps the weights, or others that serve them; verifiers
 
 While it samples, one generation worker keeps the weights that are evaluated, where there are
 several; with one alone the samples come of the weights that it has, few at a time, and the result
-says which. After the last batch nobody trains: all workers sample.
+says which. After the last batch no training needs them: all workers sample.
 """
 
 from __future__ import annotations

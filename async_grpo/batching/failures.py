@@ -131,7 +131,7 @@ class Outages:
     """
 
     def __init__(self, *, timeout_s: float, progress: WorkProgress) -> None:
-        self.told: dict[str, str] = {}  # the first of each type, for people
+        self.sentences: dict[str, str] = {}  # of the first outage of each type, for people
         self._timeout_s = timeout_s
         self._progress = progress
         self._open = Counter[str | None]()  # None: what belongs to no type never stands still
@@ -150,7 +150,7 @@ class Outages:
     def opened(self, outage: OutageRequest) -> Iterator[None]:
         """The type of questions stands still."""
         if not self._open[outage.dataset_type]:
-            self._tell(outage)
+            self._warn(outage)
         self._open[outage.dataset_type] += 1
         try:
             yield
@@ -172,18 +172,18 @@ class Outages:
             "last checkpoint, or begins again"
         )
 
-    def _tell(self, outage: OutageRequest) -> None:
+    def _warn(self, outage: OutageRequest) -> None:
         whose = f" of type {outage.dataset_type}" if outage.dataset_type else ""
-        said = (
+        sentence = (
             f"a server is away, no question{whose} is begun or trained meanwhile; it is asked "
             f"again for up to --stall-timeout-s {self._timeout_s:g}: {outage.why}"
         )
-        logger.warning("%s", said)
-        self.told.setdefault(outage.dataset_type, said)
+        logger.warning("%s", sentence)
+        self.sentences.setdefault(outage.dataset_type, sentence)
 
 
-class Hopeless:
-    """Hears how slots end, and raises `WorkerError` where there is no hope left."""
+class FailureLimits:
+    """Counts how slots end; raises `WorkerError` once nothing works any more."""
 
     def __init__(self, *, graded: int | None = None) -> None:
         """`graded`: a batch that may have had a graded group before the run went on."""

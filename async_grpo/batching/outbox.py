@@ -45,7 +45,7 @@ class Outbox:
         return self._answers[index][rank]
 
     def replace(self, rank: int, index: int, items: StreamItems) -> None:
-        """Whoever asks again gets this."""
+        """A rank that asks for the answer again gets these items."""
         answers = [*self._answers[index]]
         answers[rank] = items
         self._answers[index] = answers
@@ -65,7 +65,7 @@ class Outbox:
         self._notify()
 
     def fail(self, error: BaseException) -> None:
-        """Nothing more will come: whoever takes an answer gets this error."""
+        """Nothing more will come: a rank that takes an answer gets this error."""
         self._failure = self._failure or error
         self._notify()
 
@@ -74,7 +74,7 @@ class Outbox:
         await self._demand.wait()
 
     def _note(self, rank: int, index: int) -> None:
-        """A rank asks; when the last one does, nobody needs what was before the answer in hand."""
+        """A rank asks; when the last one does, no rank needs what was before its latest answer."""
         if index <= self._asked[rank]:
             return
         if self._asked[rank] < self._next <= index:

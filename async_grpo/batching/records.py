@@ -1,4 +1,4 @@
-"""What the batcher is told once, at the start of a run, and what it answers."""
+"""The plan of a run, which the trainer hands the controller once, at its start."""
 
 from __future__ import annotations
 

@@ -189,7 +189,7 @@ class _Step:
 
 
 class StepGroups:
-    """Holds groups whose advantages can only be made of all of their gradient step.
+    """Holds groups until all of their gradient step can be given advantages.
 
     A slot joins its step with its group and waits for the others, or fails and is left out.
     """
@@ -208,7 +208,7 @@ class StepGroups:
         return (await opened.finished)[group.ordinal]
 
     async def leave(self, step: StepKey, ordinal: int) -> None:
-        """The slot has failed, before or after it joined: nobody waits for it."""
+        """The slot has failed, before or after it joined: the others do not wait for it."""
         opened = self._steps.setdefault(step, _Step(self._num_slots))
         if ordinal not in opened.groups:
             await self._one_less(opened)

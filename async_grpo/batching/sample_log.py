@@ -92,8 +92,8 @@ class SampleLog:
             return
         verdict = Verdict("error", 0.0, None, "", str(failure), 0.0)
         ordinal, attempt = slot
-        nobody = Sample(ordinal, 0, question, Episode(()), verdict, advantage=0.0)
-        line = _line(nobody, attempt, batch, "failed", has_tokens=self._has_tokens)
+        lost = Sample(ordinal, 0, question, Episode(()), verdict, advantage=0.0)
+        line = _line(lost, attempt, batch, "failed", has_tokens=self._has_tokens)
         line |= {"given": False, "verdict": "error", "finish_reason": None, "stage": failure.stage}
         self._queue_up([line], num_samples=1)
 
@@ -213,14 +213,14 @@ def _line(
 
 def _turns(episode: Episode) -> list[dict[str, object]]:
     """What the model read and what it wrote, in order; the recorder writes read ids as text."""
-    told: list[dict[str, object]] = []
-    ends: dict[int, int] = {}  # of the turns told, by row
+    lines: list[dict[str, object]] = []
+    ends: dict[int, int] = {}  # of the turns so far, by row
     for turn, (number, start) in zip(episode.turns, episode.places, strict=False):
         row = episode.rows[number]
         is_new = number not in ends
         read = row.prompt_token_ids if is_new else row.token_ids[ends[number] : start]
-        told.append({"role": "environment", "row": number, "token_ids": read})
-        told.append(
+        lines.append({"role": "environment", "row": number, "token_ids": read})
+        lines.append(
             {
                 "role": "model",
                 "row": number,
@@ -232,7 +232,7 @@ def _turns(episode: Episode) -> list[dict[str, object]]:
             }
         )
         ends[number] = start + len(turn.token_ids)
-    return told
+    return lines
 
 
 def _spans(spans: Iterable[VersionSpan]) -> list[list[object]]:

@@ -45,7 +45,7 @@ InStage = Callable[[str, int], AbstractContextManager[None]]
 
 
 class SampleScoring:
-    """Asks whoever an algorithm needs; holds nothing but counts and the latest published batch."""
+    """Asks the models that an algorithm needs; holds counts and the latest published batch."""
 
     def __init__(
         self,

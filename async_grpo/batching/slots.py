@@ -16,7 +16,7 @@ from functools import partial
 from typing import Protocol
 
 from async_grpo.batching.admission import AdmissionWindow, StepKey
-from async_grpo.batching.failures import QUARANTINE, Hopeless, SlotFailed
+from async_grpo.batching.failures import QUARANTINE, FailureLimits, SlotFailed
 from async_grpo.batching.ledger import Ledger, SlotBooks
 from async_grpo.batching.pipeline import SlotPipeline
 from async_grpo.batching.records import BatcherPlan
@@ -69,7 +69,7 @@ class Slots:
             plan.rules, num_slots=plan.config.batching.questions_per_step
         )
         self._unsettled: dict[StepKey, int] = {}  # slots of a step that are not finished
-        self._hopeless = Hopeless(graded=first.batch if first.step_in_batch else None)
+        self._limits = FailureLimits(graded=first.batch if first.step_in_batch else None)
 
     def start(self) -> None:
         """Begin all that the window allows."""
@@ -101,7 +101,7 @@ class Slots:
             del self._unsettled[step]
             self._step_groups.close(step)
             if all(other.batch != step.batch for other in self._unsettled):
-                self._hopeless.settled(step.batch)
+                self._limits.settled(step.batch)
         self._settled(step, is_last)
 
     async def _first_group_to_keep(self, ordinal: int, step: StepKey) -> Group:
@@ -131,7 +131,7 @@ class Slots:
             finally:
                 self._pipeline.sampled(books)
             kind = group.samples[0].question.dataset_type
-            self._hopeless.sampled(step.batch, dataset_type=kind)
+            self._limits.sampled(step.batch, dataset_type=kind)
             self._sums.add(step, group, batch=step.batch)
             if not group.is_replaced:
                 return group
@@ -149,7 +149,7 @@ class Slots:
             reference=self._reference_of(step),
             join_step=partial(self._step_groups.join, step),
         )
-        self._hopeless.given()
+        self._limits.given()
         self._sums.add(step, group, batch=step.batch)
         return group
 
@@ -178,4 +178,4 @@ class Slots:
         )
         self._sums.add_failed(step, ordinal, num_samples=num_samples, dataset_type=kind)
         is_given = bool(self._plan.pairs_of(ordinal))
-        self._hopeless.failed(step.batch, failure, is_given=is_given, dataset_type=kind)
+        self._limits.failed(step.batch, failure, is_given=is_given, dataset_type=kind)

@@ -146,7 +146,7 @@ def group_sums(samples: Sequence[Sample]) -> Sums:
 
 
 def given_sums(samples: Sequence[Sample]) -> Sums:
-    """What a group adds that nobody sampled: it has no reward, no length, no lag."""
+    """What a group of given pairs adds: it has no reward, no length, no lag."""
     number = len(samples)
     zeros = dict.fromkeys(("num_samples", "num_groups", "failed_samples"), 0)
     return {"given_samples": number, "finished_samples": number, **zeros}
@@ -191,7 +191,7 @@ def tokens_by_lag(episode: Episode, *, batch: int, max_staleness: int) -> Counte
 
 def _lag_sums(lags: Sequence[Counter[int]], max_staleness: int) -> Sums:
     """Samples by the lag of their oldest token, and tokens by their own; zeros are named too."""
-    samples = Counter(map(_oldest, filter(None, lags)))  # of those that somebody sampled
+    samples = Counter(map(_oldest, filter(None, lags)))  # of those that were sampled
     tokens = sum(lags, Counter[int]())
     bins = range(max_staleness + 1)
     return {

@@ -1,4 +1,4 @@
-"""Pairs that nobody samples: a stream of demonstrations, or a slot of given ones. Pure.
+"""Pairs that are given, not sampled: a stream of demonstrations, or a slot of given ones. Pure.
 
 SFT is the RL step with an advantage of 1. Every rank computes the same rounds from the same inputs
 and takes its own bins: ranks agree without talking to each other.

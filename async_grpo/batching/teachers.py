@@ -99,7 +99,7 @@ class Teachers:
 
 
 class PayloadBuffer:
-    """Room for payloads that wait in object stores; whoever makes more than fits waits.
+    """Room for payloads that wait in object stores; a group that needs more waits.
 
     The step that trains and the steps after it have half of the room each, so that neither waits
     for the other: what is held of the first is fetched as its rounds go out.

@@ -112,7 +112,7 @@ class Balancer:
 
         A worker qualifies with weights of the same incarnation that are at least as new as
         `version`; None takes any weights. One that is preferred and qualifies is taken first.
-        `only`: nobody but this one qualifies.
+        `only`: no other than this one qualifies.
 
         >>> balancer, first = Balancer(), WeightsVersion(0, 0)
         >>> balancer.add_worker("small", capacity=2, overhead=0, version=first)
@@ -195,7 +195,7 @@ class Holds:
     def joined(
         self, worker_id: str, version: WeightsVersion | None, working: Sequence[str]
     ) -> None:
-        """A worker has come that serves `version`: a hold for it that has nobody takes this one.
+        """A worker has come that serves `version`: a hold for it without a worker takes this one.
 
         Engines start one after the other, and a run begins with the first.
 
@@ -212,7 +212,7 @@ class Holds:
                 return
 
     def review(self, working: Sequence[str]) -> None:
-        """Workers have gone: a hold whose worker is lost takes another.
+        """Workers have gone: a hold that has lost its worker takes another.
 
         Where training has no other worker left, it gets the last one back.
 

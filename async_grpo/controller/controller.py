@@ -61,7 +61,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Work = Callable[[], Coroutine[object, object, T]]
 TICK_S = 1.0
-# Counted in ticks: time in which this process itself stood still is nobody's silence.
+# Counted in ticks: time in which this process itself stood still counts for nobody.
 IDLE_TICKS = round(deadlines.CONTROLLER_IDLE_S / TICK_S)
 SILENT_TICKS = round(deadlines.TRAINER_SILENCE_S / TICK_S)
 UNWITNESSED_TICKS = round(deadlines.UNWITNESSED_S / TICK_S)
@@ -142,7 +142,7 @@ class Controller:
         return standing
 
     async def current_run(self) -> RunId | None:
-        """For whoever looks on from outside."""
+        """Its id, for commands that look on; None: there is none."""
         return self._run.id if self._run else None
 
     async def roles(self) -> tuple[str, ...]:
@@ -240,11 +240,11 @@ class Controller:
         await self._current(run).batcher.hungry(index)
 
     async def evaluated(self, run: RunId) -> tuple[EvaluationResult, ...]:
-        """What no end of a step has told, once all evaluations that have begun have ended."""
+        """Results that no end of a step has brought, once all evaluations have ended."""
         return await self._while_it_lasts(run, self._current(run).evaluations.finished)
 
     async def control(self, folder: str, control: Control) -> None:
-        """Take what somebody asks of the run whose output folder this is.
+        """Take a request of `async-grpo control` for the run of this output folder.
 
         Raises `ConfigError` when no such run trains here, or it cannot do that.
         """
@@ -255,7 +255,7 @@ class Controller:
         served.control(control)
 
     async def running(self, folder: str) -> RunStatus:
-        """What may be asked of the run whose output folder this is; errors as above."""
+        """What may be asked of the run of this output folder; errors as above."""
         return self._run_in(folder).running(self._registries.values())
 
     def _run_in(self, folder: str) -> ServedRun:
@@ -358,7 +358,7 @@ class Controller:
             raise
 
     def _end(self, run: ServedRun, why: str) -> None:
-        """The one end of a run, whoever brings it about."""
+        """The one end of a run, whatever its cause."""
         if self._run is not run:
             return
         logger.info("run %s ends: %s", run.id, why)
@@ -418,7 +418,7 @@ class Controller:
         logger.info("the controller ends: %s", why)
         # exit_actor() ends an actor from its methods only, not from a task of its own.
         self._kill(own_handle())
-        await asyncio.Future()  # whoever has called hears of the end instead of an answer
+        await asyncio.Future()  # the caller gets the end of this process instead of an answer
 
 
 def own_handle() -> ControllerHandle:

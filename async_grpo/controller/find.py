@@ -1,4 +1,4 @@
-"""The way to a namespace's controller: found, or made by whoever asks first."""
+"""The way to a namespace's controller: found, or made by the first process that asks."""
 
 from __future__ import annotations
 

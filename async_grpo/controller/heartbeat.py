@@ -41,7 +41,7 @@ async def until_lost(
 ) -> Loss:
     """Return when a worker is lost: it died, or it has owed its answer for `lease_s`.
 
-    `heard` is told its answers.
+    `heard` gets its answers.
     """
     clock = asyncio.get_running_loop().time
     while True:

@@ -36,7 +36,7 @@ class Lease:
         cost: float,
         fence: Callable[[str, LossCause, str], None],
     ) -> None:
-        """`fence` is told the worker's id, the cause and the reason when its process has died."""
+        """`fence` gets the worker's id, the cause and the reason when its process has died."""
         self.lease_id = lease_id
         self.worker_id = info.worker_id
         self.handle = handle
@@ -114,7 +114,7 @@ class Lease:
 
 
 def _forget(answer: asyncio.Future[T]) -> None:
-    """Nobody asks any more how it ended."""
+    """Its end is of no interest any more, nor its error."""
     if not answer.cancelled():
         answer.exception()
 
@@ -136,7 +136,7 @@ class _Waiter:
 
 
 class WaitingLine:
-    """First come, first served; a request for weights that nobody serves lets others pass.
+    """First come, first served; a request for weights that no worker serves lets others pass.
 
     Whether a worker takes more does not depend on the cost, so one refusal speaks for all requests
     for the same weights, of anybody or of a worker that is held: they stand in a line of their own,
@@ -144,7 +144,7 @@ class WaitingLine:
     """
 
     def __init__(self, *, try_acquire: TryAcquire, release: Callable[[Lease], object]) -> None:
-        """`release` gets a lease that came when nobody waited any more."""
+        """`release` gets a lease that came when its request had been given up."""
         self._try_acquire = try_acquire
         self._release = release
         self._lines: dict[Line, deque[_Waiter]] = {}
@@ -193,7 +193,7 @@ class WaitingLine:
                 waiter.lease.set_result(lease)
 
     def cancel(self, error: Exception) -> None:
-        """Nobody need wait any longer: all requests get `error`."""
+        """All requests get `error`."""
         for waiter in itertools.chain.from_iterable(self._lines.values()):
             if not waiter.lease.done():
                 waiter.lease.set_exception(error)

@@ -35,9 +35,9 @@ class _Silence:
 
 
 class TokenWatch:
-    """Hears the pulses of one worker, and tells which of its leases have died.
+    """Counts, from the pulses of one worker, which of its leases have died.
 
-    Silence is counted in pulses, not by the clock: whoever is frozen itself accuses nobody. A
+    Silence is counted in pulses, not by the clock: a controller that is frozen accuses no worker. A
     worker that sends none is not judged here.
     """
 

@@ -195,7 +195,7 @@ class WorkerRegistry:
         return standing
 
     def take_lost(self) -> Counter[str]:
-        """Answers that never came since the last call, by cause, and what workers told of them."""
+        """Answers that never came since the last call, and their tokens, by cause."""
         lost, self._lost = self._lost, Counter()
         return lost
 
@@ -212,7 +212,7 @@ class WorkerRegistry:
     async def publish(self, snapshot: WeightsSnapshot, *, timeout_s: float) -> PublishReport:
         """Have every member serve `snapshot`; fence those that cannot within the deadline.
 
-        When somebody serves it, whoever needs much longer is not waited for: it gets no work until
+        Once a member serves it, one that needs much longer is not waited for: it gets no work until
         it has caught up.
         """
         following = {name: member for name, member in self._members.items() if self.follows(name)}
@@ -249,7 +249,7 @@ class WorkerRegistry:
     def end_run(self) -> None:
         """Forget the run's weights, end its leases and requests, refuse who still waits.
 
-        Nobody gets a lease on weights before the next run has published some.
+        No request gets a lease on weights before the next run has published some.
         """
         cause, reason = LossCause.RUN_ENDED, "the run that asked for a lease has ended"
         self._updates.snapshot = None
@@ -341,7 +341,7 @@ class WorkerRegistry:
         self._kill(member.handle)
 
     def _heard(self, worker_id: str, pulse: Pulse) -> None:
-        """A worker told what it has made since the ping before; leases without tokens end."""
+        """Take in what a worker has made since the ping before; leases without tokens end."""
         member = self._members.get(worker_id)
         if member is None:  # it has not joined yet
             return
@@ -360,7 +360,7 @@ class WorkerRegistry:
             self._fence(worker_id, *heartbeat.result())
 
     async def _abort(self, member: Member) -> None:
-        """End the requests of a worker; its heartbeat tells when it cannot."""
+        """End the requests of a worker; where it cannot, its heartbeat ends."""
         call, who = member.handle.abort_all.remote(), self._who(member.info.worker_id)
         with contextlib.suppress(AsyncGrpoError):
             await handles.call(call, timeout_s=deadlines.WORK_ENDED_S, who=who)

@@ -108,7 +108,7 @@ class ServedRun:
             workers={role: len(each.members) for role, each in registries.items()},
             worker_tokens=sum(each.num_tokens for each in registries.values()),
             problem=workers.progress.problem,
-            warnings=(*self.pipeline.grading.warnings, *workers.outages.told.values()),
+            warnings=(*self.pipeline.grading.warnings, *workers.outages.sentences.values()),
             failures=workers.progress.failures,
             controls=self.controls.asked,
         )
@@ -183,7 +183,7 @@ class ServedRun:
         return task
 
     def _has_ended(self, task: asyncio.Task[None]) -> None:
-        """The first failure is what every rank hears of, instead of waiting for a round."""
+        """Every rank gets the first failure, instead of waiting for a round."""
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
         if isinstance(error, ProcessLostError):  # to a rank, it would mean this process

@@ -36,7 +36,7 @@ class Updates:
         serves: Callable[[str, WeightsVersion], None],
         fence: Callable[[str, LossCause, str], None],
     ) -> None:
-        """`serves` is told of a worker that has loaded the snapshot, `fence` of one that cannot."""
+        """`serves` gets a worker that has loaded the snapshot, `fence` one that cannot."""
         self._role = role
         self._serves = serves
         self._fence = fence
@@ -48,7 +48,7 @@ class Updates:
     ) -> PublishReport:
         """Have all of `members` serve `snapshot`; those that cannot within the deadline are fenced.
 
-        When somebody serves it, whoever needs much longer is not waited for: it is fenced or
+        Once a member serves it, one that needs much longer is not waited for: it is fenced or
         serves later.
         """
         self.snapshot = snapshot
@@ -90,7 +90,7 @@ class Updates:
                 load.result()
             except SnapshotLostError:
                 self._forget(snapshot)
-            except ProcessLostError as error:  # whoever asks must not think that we are lost
+            except ProcessLostError as error:  # the caller must not take it for ours
                 raise WorkerError(str(error)) from None
             else:
                 loaded = snapshot.version
