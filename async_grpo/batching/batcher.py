@@ -83,8 +83,8 @@ class ExperienceBatcher:
             has_tokens=config.recording.dump_token_columns,
         )
         self._slots = Slots(
-            plan,
-            pipeline,
+            plan=plan,
+            pipeline=pipeline,
             window=self._window,
             ledger=self._ledger,
             sums=self._sums,

@@ -13,7 +13,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -44,29 +44,20 @@ Samples = tuple[Sample, ...]
 InStage = Callable[[str, int], AbstractContextManager[None]]
 
 
+@dataclass(slots=True, eq=False)
 class SampleScoring:
     """Asks the models that an algorithm needs; holds counts and the latest published batch."""
 
-    def __init__(
-        self,
-        workers: LeasedWorkers,
-        in_stage: InStage,
-        *,
-        max_staleness: int,
-        needs: Sequence[ScoreNeed],
-        teachers: Teachers,
-        payloads: PayloadBuffer,
-    ) -> None:
-        self.teachers = teachers
-        self.payloads = payloads
-        self._workers = workers
-        self._in_stage = in_stage
-        self._max_staleness = max_staleness
-        self._needs = needs
-        self._batches_published = 0
-        self._has_published = asyncio.Condition()
-        self._num_scored_again = 0  # samples
-        self._num_lost = 0  # of which the payload was lost with a node
+    workers: LeasedWorkers
+    in_stage: InStage
+    max_staleness: int
+    needs: Sequence[ScoreNeed]
+    teachers: Teachers
+    payloads: PayloadBuffer
+    _batches_published: int = 0
+    _has_published: asyncio.Condition = field(default_factory=asyncio.Condition)
+    _num_scored_again: int = 0  # samples
+    _num_lost: int = 0  # of which the payload was lost with a node
 
     def take_clock(self) -> dict[str, float]:
         """What was done again since the last call, and what scoring waited for."""
@@ -89,7 +80,7 @@ class SampleScoring:
         self, group: Group, *, before_advantages: bool, temperature: float, version: WeightsVersion
     ) -> Group:
         """The group with what its algorithm needs at this point of the samples to be trained."""
-        for need in self._needs:
+        for need in self.needs:
             wanted = tuple(
                 sample
                 for sample in group.samples
@@ -108,7 +99,7 @@ class SampleScoring:
         number = len(samples)
         self._num_lost += number
         logger.warning("what teachers said of %d samples is lost: they are asked again", number)
-        need = next(need for need in self._needs if need.role == TEACHER)
+        need = next(need for need in self.needs if need.role == TEACHER)
         return await self._scored(need, samples, temperature, is_again=True)
 
     async def _scored(
@@ -129,7 +120,7 @@ class SampleScoring:
         # of it held, it would wait for the other half, and nothing of it could be trained.
         num_bytes = 0 if is_again else sum(sum(sizes) for *_, sizes in asked)
         found: dict[RowKey, Sample] = {}
-        with self._in_stage("in_reference", len(samples)):
+        with self.in_stage("in_reference", len(samples)):
             if own:
                 await self._until_reference_is_due(own)
             async with self.payloads.room_for(num_bytes, ordinal=samples[0].ordinal):
@@ -178,7 +169,7 @@ class SampleScoring:
             check=lambda found: check_scores(request, found[0] if num_objects else found),
             on_retry=on_retry,
         )
-        return await self._workers.answer(work)
+        return await self.workers.answer(work)
 
     async def _until_reference_is_due(self, version: WeightsVersion) -> None:
         """Version v comes when v + S batches are completed: older batches need the one before.
@@ -186,7 +177,7 @@ class SampleScoring:
         What it waits for is the trainer, which may compute for as long as it likes; one that is
         silent ends the run, and this with it.
         """
-        due = version.batches + self._max_staleness if version.batches else 0
+        due = version.batches + self.max_staleness if version.batches else 0
         async with self._has_published:
             await self._has_published.wait_for(lambda: self._batches_published >= due)
 

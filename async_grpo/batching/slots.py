@@ -12,6 +12,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
@@ -36,65 +37,52 @@ class Begin(Protocol):
     def __call__(self, work: Coroutine[None, None, None], *, name: str) -> asyncio.Task[None]: ...
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
 class Slots:
     """Starts slots and counts what becomes of them; the batcher sends their groups to the ranks."""
 
-    def __init__(
-        self,
-        plan: BatcherPlan,
-        pipeline: SlotPipeline,
-        *,
-        window: AdmissionWindow,
-        ledger: Ledger,
-        sums: SampleSums,
-        log: SampleLog,
-        begin: Begin,
-        finished: Callable[[Group, StepKey], None],
-        settled: Callable[[StepKey, bool], None],
-    ) -> None:
-        """`finished` gets the group of each slot that has one. `settled`: a slot of that step is
-        settled, and whether it was the last one.
-        """
-        first = plan.first_step
-        self._plan = plan
-        self._pipeline = pipeline
-        self._window = window
-        self._ledger = ledger
-        self._sums = sums
-        self._log = log
-        self._begin = begin
-        self._finished = finished
-        self._settled = settled
-        self._step_groups = StepGroups(
-            plan.rules, num_slots=plan.config.batching.questions_per_step
-        )
-        self._unsettled: dict[StepKey, int] = {}  # slots of a step that are not finished
+    plan: BatcherPlan
+    pipeline: SlotPipeline
+    window: AdmissionWindow
+    ledger: Ledger
+    sums: SampleSums
+    log: SampleLog
+    begin: Begin
+    finished: Callable[[Group, StepKey], None]  # gets the group of each slot that has one
+    settled: Callable[[StepKey, bool], None]  # a slot of a step is settled; whether its last
+    _step_groups: StepGroups = field(init=False)
+    _limits: FailureLimits = field(init=False)
+    _unsettled: dict[StepKey, int] = field(default_factory=dict)  # slots of a step
+
+    def __post_init__(self) -> None:
+        first, num_slots = self.plan.first_step, self.plan.config.batching.questions_per_step
+        self._step_groups = StepGroups(self.plan.rules, num_slots=num_slots)
         self._limits = FailureLimits(graded=first.batch if first.step_in_batch else None)
 
     def start(self) -> None:
         """Begin all that the window allows."""
-        for ordinal in self._window.start():
-            step = self._window.step_of(ordinal)
-            self._unsettled.setdefault(step, self._plan.config.batching.questions_per_step)
-            if ordinal not in self._ledger.open_slots:  # a resumed ledger has admitted it already
-                num_samples = self._plan.config.sampling.samples_per_question
-                self._ledger.admit(ordinal, num_samples=num_samples, step=step)
-            self._begin(self._run(ordinal, step), name=f"slot-{ordinal}")
+        for ordinal in self.window.start():
+            step = self.window.step_of(ordinal)
+            self._unsettled.setdefault(step, self.plan.config.batching.questions_per_step)
+            if ordinal not in self.ledger.open_slots:  # a resumed ledger has admitted it already
+                num_samples = self.plan.config.sampling.samples_per_question
+                self.ledger.admit(ordinal, num_samples=num_samples, step=step)
+            self.begin(self._run(ordinal, step), name=f"slot-{ordinal}")
 
     async def _run(self, ordinal: int, step: StepKey) -> None:
         try:
-            if pairs := self._plan.given(ordinal):
+            if pairs := self.plan.given(ordinal):
                 group = await self._finished_group_of(pairs, ordinal, step)
             else:
                 group = await self._first_group_to_keep(ordinal, step)
         except SlotFailed as failure:
             if pairs:
                 question = pairs[0].question
-                self._log.failed(question, failure, batch=step.batch, slot=(ordinal, 0))
+                self.log.failed(question, failure, batch=step.batch, slot=(ordinal, 0))
             await self._step_groups.leave(step, ordinal)
             self._fail(ordinal, step, failure)
         else:
-            self._finished(group, step)
+            self.finished(group, step)
         self._unsettled[step] -= 1
         is_last = not self._unsettled[step]
         if is_last:
@@ -102,20 +90,20 @@ class Slots:
             self._step_groups.close(step)
             if all(other.batch != step.batch for other in self._unsettled):
                 self._limits.settled(step.batch)
-        self._settled(step, is_last)
+        self.settled(step, is_last)
 
     async def _first_group_to_keep(self, ordinal: int, step: StepKey) -> Group:
         """The group that the slot trains; those that it replaces are counted on the way."""
-        oldest = self._window.oldest_weights(ordinal)
-        quarantine = self._pipeline.workers.quarantine
+        oldest = self.window.oldest_weights(ordinal)
+        quarantine = self.pipeline.workers.quarantine
         for attempt in itertools.count():
-            index = self._plan.index(ordinal, attempt=attempt)
-            question, request = self._plan.draw(ordinal, attempt=attempt)
-            books = SlotBooks(self._ledger, ordinal)
+            index = self.plan.index(ordinal, attempt=attempt)
+            question, request = self.plan.draw(ordinal, attempt=attempt)
+            books = SlotBooks(self.ledger, ordinal)
             try:
                 if index in quarantine:
                     raise SlotFailed(QUARANTINE, f"its question, number {index}, is in quarantine")
-                group = await self._pipeline.run(
+                group = await self.pipeline.run(
                     question,
                     request,
                     oldest=oldest,
@@ -126,42 +114,42 @@ class Slots:
             except SlotFailed as failure:
                 if failure.stage == QUARANTINE:
                     self._exclude(index, question, failure)
-                self._log.failed(question, failure, batch=step.batch, slot=(ordinal, attempt))
+                self.log.failed(question, failure, batch=step.batch, slot=(ordinal, attempt))
                 raise
             finally:
-                self._pipeline.sampled(books)
+                self.pipeline.sampled(books)
             kind = group.samples[0].question.dataset_type
             self._limits.sampled(step.batch, dataset_type=kind)
-            self._sums.add(step, group, batch=step.batch)
+            self.sums.add(step, group, batch=step.batch)
             if not group.is_replaced:
                 return group
-            self._ledger.reissue(group.ordinal, fate="replaced")
-            self._log.write(group, batch=step.batch, fates=("replaced",) * len(group.samples))
+            self.ledger.reissue(group.ordinal, fate="replaced")
+            self.log.write(group, batch=step.batch, fates=("replaced",) * len(group.samples))
         raise AssertionError("attempts are counted without end")
 
     async def _finished_group_of(
         self, pairs: Sequence[GivenPair], ordinal: int, step: StepKey
     ) -> Group:
         await self._step_groups.leave(step, ordinal)  # it has no advantage to wait for
-        group = await self._pipeline.finish(
+        group = await self.pipeline.finish(
             given_group(ordinal, pairs),
-            temperature=self._plan.sampling.temperature,
+            temperature=self.plan.sampling.temperature,
             reference=self._reference_of(step),
             join_step=partial(self._step_groups.join, step),
         )
         self._limits.given()
-        self._sums.add(step, group, batch=step.batch)
+        self.sums.add(step, group, batch=step.batch)
         return group
 
     def _reference_of(self, step: StepKey) -> WeightsVersion:
-        batches = self._plan.config.sampling.reference_of(step.batch)
-        return WeightsVersion(self._plan.incarnation, batches)
+        batches = self.plan.config.sampling.reference_of(step.batch)
+        return WeightsVersion(self.plan.incarnation, batches)
 
     def _exclude(self, index: int, question: Question, failure: SlotFailed) -> None:
         """The question kills workers: it is not asked any more in this run."""
-        if index in self._pipeline.workers.quarantine:
+        if index in self.pipeline.workers.quarantine:
             return
-        self._pipeline.workers.quarantine.exclude(index)
+        self.pipeline.workers.quarantine.exclude(index)
         shown = question.input[:NUM_SHOWN]
         logger.error(
             "question %d is not asked any more in this run: %s; it begins with %r",
@@ -171,11 +159,11 @@ class Slots:
     def _fail(self, ordinal: int, step: StepKey, failure: SlotFailed) -> None:
         """The group is dropped whole and counted; a run in which nothing works is ended."""
         logger.warning("question %d is dropped: %s", ordinal, failure)
-        self._ledger.settle(ordinal, fate="failed", reason=failure.stage)
+        self.ledger.settle(ordinal, fate="failed", reason=failure.stage)
         num_samples, kind = (
-            self._plan.config.sampling.samples_per_question,
-            self._plan.type_of(ordinal),
+            self.plan.config.sampling.samples_per_question,
+            self.plan.type_of(ordinal),
         )
-        self._sums.add_failed(step, ordinal, num_samples=num_samples, dataset_type=kind)
-        is_given = bool(self._plan.pairs_of(ordinal))
+        self.sums.add_failed(step, ordinal, num_samples=num_samples, dataset_type=kind)
+        is_given = bool(self.plan.pairs_of(ordinal))
         self._limits.failed(step.batch, failure, is_given=is_given, dataset_type=kind)
