@@ -49,7 +49,6 @@ class ScoreNeed:
     of_given: bool = False  # also of samples that nobody sampled: they are 0 there otherwise
     payload: Payload | None = None  # also asked, of a teacher: fetched by the rank that trains
     fetches_heads: bool = False  # every rank fetches its teachers' heads, once
-    is_direct: bool = False  # the payload goes from teachers to ranks, by tickets where it cannot
 
     def columns(self, *, num_teachers: int) -> dict[str, int]:
         """{name: columns of each token} in `packed.scores`: the role's own, and of the payload.

@@ -67,7 +67,6 @@ class Distillation(Grpo):
             of_given=self._payload is not None,
             payload=self._payload,
             fetches_heads=self._payload is not None and self._payload.kind == "hidden",
-            is_direct=bool(config.teaching.express),
         )
         self.needs = (*self.needs, need)
         is_cut = self._payload is not None and self._payload.kind == "topk"

@@ -29,7 +29,7 @@ class Teachers:
         self._registry_of = registry_of
         self._roles = [teacher(name) for name in plan.config.teacher_names]
         self._name_of = plan.config.teacher_of
-        self._is_direct = any(need.is_direct for need in plan.rules.needs)
+        self._is_direct = bool(plan.config.teaching.express)  # of one teacher
         self._infos: dict[str, WorkerInfo] = {}  # the latest known of each role
 
     def by_role(self, samples: Samples) -> Mapping[str, Samples]:
