@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-INTERVAL_S = 1.0
 STATUSES_A_MEMBERSHIP = 3  # members are asked for more rarely
 NUM_LOG_LINES = 20  # of the culprit, in the record
 FIRST_FAILURE_FILE = "first_failure.json"
@@ -44,15 +43,10 @@ CONSEQUENCES = (DeadlineError, ProcessLostError, ClusterError)  # that something
 class Watcher:
     """Pings, asks and tells once a second until it is closed."""
 
-    def __init__(
-        self,
-        client: Callable[[], RunClient],
-        incidents: Incidents,
-        *,
-        interval_s: float = INTERVAL_S,
-    ) -> None:
+    interval_s = 1.0
+
+    def __init__(self, client: Callable[[], RunClient], incidents: Incidents) -> None:
         """`client` gives the way to the run of this moment; `incidents` hear what goes wrong."""
-        self._interval_s = interval_s
         self.heard: Callable[[Sequence[Control]], None] = lambda controls: None
         self.show: Callable[[PipelineStatus], None] = lambda status: None
         self.show_workers: Callable[[Sequence[WorkerInfo]], None] = lambda workers: None
@@ -71,7 +65,7 @@ class Watcher:
 
     def _watch(self) -> None:
         number, asked = 0, None
-        while not self._closed.wait(self._interval_s):
+        while not self._closed.wait(self.interval_s):
             client = self._client()
             client.ask(client.controller.heard)
             # An answer that does not come holds up no ping.

@@ -37,7 +37,8 @@ class Controller:
 
 def watch(controller, *, interval_s, cluster=None):
     client = client_of(controller, cluster)
-    return Watcher(lambda: client, Incidents(), interval_s=interval_s)
+    kind = type("OfThisInterval", (Watcher,), {"interval_s": interval_s})
+    return kind(lambda: client, Incidents())
 
 
 def test_each_warning_is_said_once_and_the_last_ones_at_the_end(caplog):
