@@ -13,7 +13,7 @@ import re
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
 from async_grpo.types import RunId
 from async_grpo.util import deadlines
@@ -150,8 +150,14 @@ class ControllerClient:
     cluster: Cluster
     controller: ControllerHandle
 
+    def answer(
+        self, timeout_s: float, method: Method[P, R_co], *args: P.args, **kwargs: P.kwargs
+    ) -> R_co:
+        """What a method of the controller answers; see `Cluster.wait`."""
+        return self.wait(method.remote(*args, **kwargs), timeout_s=timeout_s)
+
     def wait(self, call: Awaitable[T], *, timeout_s: float) -> T:
-        """See `Cluster.wait`."""
+        """The same of a call that is under way."""
         return self.cluster.wait(call, timeout_s=timeout_s, who=WHO)
 
     def begin_run(
@@ -163,25 +169,19 @@ class ControllerClient:
         incarnation: int,
     ) -> RunClient:
         """Have the controller serve the run of a `BatcherPlan`, from where that says."""
-        call = self.controller.begin_run.remote(plan, witness, recorder)
-        epoch = self.wait(call, timeout_s=deadlines.BEGIN_RUN_S)
+        begin_run = self.controller.begin_run
+        epoch = self.answer(deadlines.BEGIN_RUN_S, begin_run, plan, witness, recorder)
         return RunClient(self.cluster, self.controller, RunId(incarnation, epoch))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RunClient(ControllerClient):
-    """The controller as one run asks it: `client.ask(client.controller.status)`.
+    """The controller as one run asks it: `client.controller.status.remote(client.run)`.
 
     `RunLost` says that the run has ended there, or goes on under another epoch.
     """
 
     run: RunId
-
-    def ask(
-        self, method: Method[Concatenate[RunId, P], R_co], *args: P.args, **kwargs: P.kwargs
-    ) -> Awaitable[R_co]:
-        """Call what names the run first; whoever calls waits with `wait` and a deadline."""
-        return method.remote(self.run, *args, **kwargs)
 
 
 async def ask_controller(

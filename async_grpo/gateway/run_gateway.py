@@ -161,8 +161,8 @@ def start_gateway(
     plan: BatcherPlan, client: ControllerClient, address: tuple[str, int]
 ) -> GatewayHandle:
     """An actor that listens, and ends with this process; the token lies in the output folder."""
-    config, members = plan.config, client.controller.members.remote(GENERATION)
-    engines = client.wait(members, timeout_s=deadlines.ANSWER_S)
+    config = plan.config
+    engines = client.answer(deadlines.ANSWER_S, client.controller.members, GENERATION)
     token = os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(24)
     # Ray starts it again at the same address; clients open their sessions again.
     actor = client.cluster.actor(Gateway, max_concurrency=1000, max_restarts=-1)

@@ -54,7 +54,7 @@ def evaluate(cluster: Cluster, config: TrainConfig) -> EvaluationResult:
     client = controller.begin_run(plan, witness, recorder, incarnation=plan.incarnation)
     _serve_own_weights(client, WeightsVersion(plan.incarnation, end.batch))
     (result,) = _evaluated(client, stall_timeout_s=config.places.stall_timeout_s)
-    client.wait(client.ask(client.controller.end_run), timeout_s=deadlines.RUN_ENDED_S)
+    client.answer(deadlines.RUN_ENDED_S, client.controller.end_run, client.run)
     if not result.num_samples:
         raise WorkerError(
             f"at least one sample must be graded, but all of {result.num_failed} failed "
@@ -67,19 +67,18 @@ def _serve_own_weights(client: RunClient, version: WeightsVersion) -> None:
     """Have what the workers have read from the model's folder count as `version`."""
     timeout_s = deadlines.WEIGHTS_APPLIED_S
     empty = WeightsSnapshot(version, ())
-    call = client.ask(client.controller.publish, empty, (GENERATION,), timeout_s)
+    call = client.controller.publish.remote(client.run, empty, (GENERATION,), timeout_s)
     reports = client.wait(call, timeout_s=timeout_s + deadlines.PUBLISH_SLACK_S)
     if not reports[GENERATION].acks:
         raise WorkerError(f"no worker serves the model: {reports[GENERATION].failures}")
-    told = client.ask(client.controller.published, version)
-    client.wait(told, timeout_s=deadlines.ANSWER_S)
+    client.answer(deadlines.ANSWER_S, client.controller.published, client.run, version)
 
 
 def _evaluated(client: RunClient, *, stall_timeout_s: float) -> tuple[EvaluationResult, ...]:
-    call = client.ask(client.controller.evaluated)
+    call = client.controller.evaluated.remote(client.run)
     standstill = Standstill(client, timeout_s=stall_timeout_s)
     while not client.cluster.is_ready(call):
-        client.ask(client.controller.heard)  # we live
+        client.controller.heard.remote(client.run)  # we live
         standstill.check()
         time.sleep(POLL_INTERVAL_S)
     return client.cluster.wait(call, timeout_s=deadlines.STATUS_S, who="the evaluation")

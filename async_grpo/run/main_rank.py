@@ -108,8 +108,8 @@ class RunAtController:
     def end(self) -> None:
         """End the run at the controller, which hears of it by the witness' end too."""
         with contextlib.suppress(AsyncGrpoError):
-            ended = self.client.ask(self.client.controller.end_run)
-            self.client.wait(ended, timeout_s=deadlines.RUN_ENDED_S)
+            client = self.client
+            client.answer(deadlines.RUN_ENDED_S, client.controller.end_run, client.run)
 
     def _begin(self) -> RunClient:
         plan = replace(
@@ -227,7 +227,7 @@ class MainRank:
     def _evaluated(
         self, client: RunClient, ranks: Ranks, stop: Event
     ) -> tuple[EvaluationResult, ...]:
-        call = client.ask(client.controller.evaluated)
+        call = client.controller.evaluated.remote(client.run)
         due_at = time.monotonic() + deadlines.RANKS_TOLD_S
         standstill = Standstill(client, timeout_s=self.run.plan.config.places.stall_timeout_s)
         while not client.cluster.is_ready(call):

@@ -184,8 +184,8 @@ class Announcements:
             logger.info("new weights wait for the next controller: %s", error)
         except Exception as error:  # the boundary of a thread: the ranks must hear of it
             with contextlib.suppress(AsyncGrpoError):  # they hear of the first error
-                aborted = client.ask(client.controller.abort, str(error))
-                client.wait(aborted, timeout_s=deadlines.ANSWER_S)
+                abort = client.controller.abort
+                client.answer(deadlines.ANSWER_S, abort, client.run, str(error))
             raise
 
     def _tell(self, client: RunClient, due: Due) -> None:
@@ -193,7 +193,7 @@ class Announcements:
         for snapshot in dict.fromkeys((newest, *due.values())):
             roles, started = tuple(r for r, s in due.items() if s is snapshot), time.monotonic()
             timeout_s = deadlines.WEIGHTS_APPLIED_S
-            call = client.ask(client.controller.publish, snapshot, roles, timeout_s)
+            call = client.controller.publish.remote(client.run, snapshot, roles, timeout_s)
             reports = client.wait(call, timeout_s=timeout_s + deadlines.PUBLISH_SLACK_S)
             self._kept |= dict.fromkeys(roles, snapshot)
             for role, report in reports.items():
@@ -204,8 +204,8 @@ class Announcements:
             if snapshot is newest:
                 self._report(snapshot, reports[GENERATION], seconds=time.monotonic() - started)
         self._has_served = True
-        told = client.ask(client.controller.published, newest.version)
-        client.wait(told, timeout_s=deadlines.ANSWER_S)
+        published = client.controller.published
+        client.answer(deadlines.ANSWER_S, published, client.run, newest.version)
 
     def _report(self, snapshot: WeightsSnapshot, report: PublishReport, *, seconds: float) -> None:
         for complaint in sync_complaints(snapshot, report):

@@ -91,8 +91,7 @@ def teachers_of(client: ControllerClient, config: TrainConfig) -> dict[str, Work
     """
     found: dict[str, WorkerInfo] = {}
     for name in config.teacher_names:
-        call = client.controller.members.remote(teacher(name))
-        members = client.wait(call, timeout_s=deadlines.ANSWER_S)
+        members = client.answer(deadlines.ANSWER_S, client.controller.members, teacher(name))
         if not members:
             raise WorkerError(
                 f"the last worker of teacher {name} has ended while the run began: look at its "
@@ -164,8 +163,7 @@ def _find(client: ControllerClient, role: str, demand: Demand, why: str) -> tupl
         remedy = hint = f"launch keeps the logs of its workers in {logs}"
     timeout_s, reminded = demand.config.places.worker_timeout_s, float("-inf")
     for _ in poll(every_s=POLL_INTERVAL_S, within_s=timeout_s):
-        call = client.controller.members.remote(role)
-        workers = client.wait(call, timeout_s=deadlines.ANSWER_S)
+        workers = client.answer(deadlines.ANSWER_S, client.controller.members, role)
         for worker in workers:
             check_worker(worker, demand)
         if workers:

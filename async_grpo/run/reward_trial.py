@@ -72,8 +72,7 @@ def try_rewards(
     that fails may be back in time, and a process that was lost is nobody's fault: both are only
     warned of.
     """
-    asked = client.controller.receivers.remote(VERIFIER)
-    pools = client.wait(asked, timeout_s=deadlines.ANSWER_S)
+    pools = client.answer(deadlines.ANSWER_S, client.controller.receivers, VERIFIER)
     questions = [
         question
         for question in questions

@@ -191,8 +191,8 @@ class SampledData(Iterator[StreamItem]):
             width=self._learner.policy.model.config.vocab_size,
             temperature=self._config.sampling.temperature,
             cluster=self._cluster,
-            workers=lambda: self._main.client.wait(
-                self._main.client.controller.receivers.remote(role), timeout_s=deadlines.ANSWER_S
+            workers=lambda: self._main.client.answer(
+                deadlines.ANSWER_S, self._main.client.controller.receivers, role
             ),
         )
         return express
@@ -227,8 +227,8 @@ def meet_teachers(
 
 
 def _head(client: RunClient, name: str, device: torch.device, *, timeout_s: float) -> Head:
-    call = client.ask(client.controller.teacher_head, teacher(name))
-    references = client.wait(call, timeout_s=timeout_s)
+    teacher_head = client.controller.teacher_head
+    references = client.answer(timeout_s, teacher_head, client.run, teacher(name))
     (arrays,) = client.cluster.fetch(references, timeout_s=deadlines.BUCKET_FETCH_S, owner=WHO)
     if arrays is None:
         raise DataError(f"the head of teacher {name} did not come: look at its worker's node")

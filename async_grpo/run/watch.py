@@ -67,16 +67,16 @@ class Watcher:
         number, asked = 0, None
         while not self._closed.wait(self.interval_s):
             client = self._client()
-            client.ask(client.controller.heard)
+            client.controller.heard.remote(client.run)
             # An answer that does not come holds up no ping.
-            asked = asked or client.ask(client.controller.status)
+            asked = asked or client.controller.status.remote(client.run)
             if client.cluster.is_ready(asked):
                 self._take(client, asked)
                 asked, number = None, number + 1
                 if number % STATUSES_A_MEMBERSHIP == 0:
                     self.show_workers(see_members(client, self._incidents))
         client = self._client()
-        self._take(client, client.ask(client.controller.status))
+        self._take(client, client.controller.status.remote(client.run))
 
     def _take(self, client: RunClient, asked: Awaitable[PipelineStatus]) -> None:
         try:
@@ -96,14 +96,11 @@ class Watcher:
 def see_members(client: ControllerClient, incidents: Incidents) -> list[WorkerInfo]:
     """Have `incidents` see who is registered, and return them all, as far as a controller tells."""
     seen: list[WorkerInfo] = []
-
-    def answer(call: Awaitable[T]) -> T:
-        return client.wait(call, timeout_s=deadlines.STATUS_S)
-
+    controller, timeout_s = client.controller, deadlines.STATUS_S
     try:
-        for role in answer(client.controller.roles.remote()):
-            members = answer(client.controller.members.remote(role))
-            fenced = answer(client.controller.fenced.remote(role))
+        for role in client.answer(timeout_s, controller.roles):
+            members = client.answer(timeout_s, controller.members, role)
+            fenced = client.answer(timeout_s, controller.fenced, role)
             incidents.see_members(role, members, fenced, now_s=time.time())
             seen += members
     except AsyncGrpoError as error:

@@ -116,7 +116,8 @@ class RankStream(Iterator[StreamItem]):
         return self._items.popleft()
 
     def _asked_next(self) -> Awaitable[StreamItems]:
-        return self.client.ask(self.client.controller.next_items, self._rank, self._index)
+        client = self.client
+        return client.controller.next_items.remote(client.run, self._rank, self._index)
 
     def take_seconds_waiting(self) -> float:
         """Seconds that this rank has waited since the last call."""
@@ -128,7 +129,7 @@ class RankStream(Iterator[StreamItem]):
         reference = self._next
         if self._rank == 0 and not self.client.cluster.is_ready(reference):
             # Only now are the ranks idle, which go in step: a round may go out that is not full.
-            self.client.ask(self.client.controller.hungry, self._index)
+            self.client.controller.hungry.remote(self.client.run, self._index)
         try:
             items = self._wait_while_it_moves(reference)
             if items is not None:
@@ -269,8 +270,8 @@ def _made_again(
     client: RunClient, rank: int, index: int, lost: Sequence[RowKey], timeout_s: float
 ) -> Minibatch:
     logger.warning("the payloads of %d samples are lost, and asked for again", len(lost))
-    call = client.ask(client.controller.taught_again, rank, index, lost)
-    return client.wait(call, timeout_s=timeout_s)
+    taught_again = client.controller.taught_again
+    return client.answer(timeout_s, taught_again, client.run, rank, index, lost)
 
 
 class Standstill:
@@ -289,8 +290,8 @@ class Standstill:
         """Raise `DeadlineError` when no answer and no token has come between two looks."""
         if time.monotonic() < self._look_at:
             return
-        call = self._client.ask(self._client.controller.status)
-        now = self._client.wait(call, timeout_s=deadlines.STATUS_S)
+        client = self._client
+        now = client.answer(deadlines.STATUS_S, client.controller.status, client.run)
         if self._before is not None and now.moves == self._before.moves:
             raise DeadlineError(
                 f"nothing has moved for --stall-timeout-s {self._timeout_s:g}: {_describe(now)}"

@@ -140,8 +140,7 @@ class DeviceSender:
 
     def _ready(self, client: RunClient, snapshot: WeightsSnapshot, *, deadline: float) -> Members:
         """Who can be reached and would take the snapshot: nothing stands still for others."""
-        call = client.controller.receivers.remote(GENERATION)
-        receivers = client.wait(call, timeout_s=deadlines.ANSWER_S)
+        receivers = client.answer(deadlines.ANSWER_S, client.controller.receivers, GENERATION)
         asked: dict[WorkerInfo, tuple[WorkerHandle, Awaitable[None]]] = {}
         for worker, handle in receivers:
             if self._leads_to(worker):

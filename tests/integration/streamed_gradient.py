@@ -133,11 +133,11 @@ def begin_run(controller, story, num_ranks, witness):
     )
     epoch = ray.get(controller.begin_run.remote(plan, witness, None), timeout=TIMEOUT_S)
     client = RunClient(Cluster(), controller, RunId(plan.incarnation, epoch))
-    calls = client.ask(
-        controller.publish, WeightsSnapshot(VERSION, ()), (GENERATION, REFERENCE), TIMEOUT_S
+    calls = controller.publish.remote(
+        client.run, WeightsSnapshot(VERSION, ()), (GENERATION, REFERENCE), TIMEOUT_S
     )
     ray.get(calls, timeout=TIMEOUT_S)
-    ray.get(client.ask(controller.published, VERSION), timeout=TIMEOUT_S)
+    ray.get(controller.published.remote(client.run, VERSION), timeout=TIMEOUT_S)
     return client
 
 

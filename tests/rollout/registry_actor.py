@@ -38,5 +38,5 @@ def registry_client(**options):
 
 def publish(client, snapshot, *, timeout_s):
     """Have engines load a snapshot, which whoever calls keeps; what came of it."""
-    call = client.ask(client.controller.publish, snapshot, (GENERATION,), timeout_s)
+    call = client.controller.publish.remote(client.run, snapshot, (GENERATION,), timeout_s)
     return client.wait(call, timeout_s=2 * timeout_s)[GENERATION]
