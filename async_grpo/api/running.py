@@ -108,7 +108,7 @@ def plan_run(
             rewards = reward_file(reward, folder=first.folder)
             tables = with_rewards(tables, rewards.names)
         plan = planned(trust=True, **_launch_options(file, tables, given))
-        check_overwrite(plan.train, is_typed=plan.types_overwrite)
+        check_overwrite(plan.train.recording, is_typed=plan.types_overwrite)
         check_free(plan.folder)
         return plan, rewards
 

@@ -52,13 +52,12 @@ Check = Callable[[Setup, Facts], Iterable[Finding]]
 
 def check_folders(setup: Setup, _: Facts) -> Iterator[Finding]:
     """The output folder, the dump and the trackers."""
-    config = setup.train
-    yield from _of(
-        "output", lambda: check_output(config), f"{config.recording.output_dir} can be written"
-    )
-    yield from _of("output", lambda: check_overwrite(config, is_typed=setup.types_overwrite))
-    trackers = ", ".join(config.recording.trackers) or "none"
-    yield from _of("trackers", lambda: check_trackers(config.recording.trackers), trackers)
+    recording = setup.train.recording
+    written = f"{recording.output_dir} can be written"
+    yield from _of("output", lambda: check_output(recording), written)
+    yield from _of("output", lambda: check_overwrite(recording, is_typed=setup.types_overwrite))
+    trackers = ", ".join(recording.trackers) or "none"
+    yield from _of("trackers", lambda: check_trackers(recording.trackers), trackers)
 
 
 def check_code(setup: Setup, _: Facts) -> Iterator[Finding]:

@@ -111,7 +111,9 @@ def _at_once(setup: Setup) -> dict[str, object]:
 
 def _sources(setup: Setup) -> AsyncGrpoError | None:
     """What is wrong with the places and first lines of its data."""
-    return tried(lambda: check_sources(setup.train, waits=setup.is_prepared))
+    config, waits = setup.train, setup.is_prepared
+    parts = config.data, config.evaluation, config.teaching
+    return tried(lambda: check_sources(*parts, waits=waits))
 
 
 def _in_seconds(setup: Setup, tries_rewards: bool) -> dict[str, object]:

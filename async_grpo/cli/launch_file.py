@@ -135,7 +135,7 @@ def run_here(run: LocalRun) -> None:
     """Carry the run out; exits with the trainer's code where that is not 0."""
     logging.basicConfig(level="INFO", format="%(message)s")
     interrupt_once()
-    check_overwrite(run.train, is_typed=run.types_overwrite)
+    check_overwrite(run.train.recording, is_typed=run.types_overwrite)
     if run.is_finished:
         click.echo(finished(run))
         return

@@ -22,6 +22,7 @@ from async_grpo.cli.options import (
     predecessor_options,
 )
 from async_grpo.cli.run_file import config_option
+from async_grpo.cluster import head
 from async_grpo.cluster.reservation import rank_device
 from async_grpo.config.option import require
 from async_grpo.config.train_config import TrainConfig
@@ -36,7 +37,9 @@ from async_grpo.launch.local_ranks import (
     run_ranks,
 )
 from async_grpo.model.hub import local_folder
-from async_grpo.run.first_checks import check_at_once, check_overwrite
+from async_grpo.model.model_folder import check_files, check_tokenizer_files
+from async_grpo.run.first_checks import check_output, check_overwrite, check_sources
+from async_grpo.telemetry.trackers import check_trackers
 from async_grpo.util import RELEASE, deadlines
 from async_grpo.util.imports import without_collection
 from async_grpo.util.stopping import StopRequest
@@ -85,7 +88,7 @@ def main(*, nproc_per_node: int, **_: object) -> None:
     """
     context = click.get_current_context()
     config = config_of(context)
-    check_overwrite(config, is_typed=is_typed(context, "overwrite"))
+    check_overwrite(config.recording, is_typed=is_typed(context, "overwrite"))
     check_algorithm(config)
     if "RANK" not in os.environ and nproc_per_node > 1:
         sys.exit(run_ranks(nproc_per_node))
@@ -128,6 +131,20 @@ def check_algorithm(config: TrainConfig) -> None:
     from async_grpo.algorithms.find import find_algorithm  # imports numpy: not for --help
 
     find_algorithm(config)
+
+
+def check_at_once(config: TrainConfig) -> None:
+    """Paths, trackers and the cluster's address; what is in the files is checked when they load."""
+    check_output(config.recording)
+    check_trackers(config.recording.trackers)
+    model = Path(config.places.model_name_or_path)
+    check_files(model)
+    check_tokenizer_files(model)
+    check_sources(config.data, config.evaluation, config.teaching)
+    from async_grpo.algorithms.find import find_algorithm  # imports numpy: not for --help
+
+    if not find_algorithm(config).learns_from_pairs:
+        head.locate(config.places.ray_address)
 
 
 def resolved(config: TrainConfig) -> TrainConfig:

@@ -7,46 +7,38 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from async_grpo.cluster import head
+from async_grpo.config.data_options import DataOptions
+from async_grpo.config.evaluation_sets import EvaluationOptions
 from async_grpo.config.option import flag, require
-from async_grpo.config.train_config import TrainConfig
+from async_grpo.config.run_options import RecordingOptions
+from async_grpo.config.teaching import TeachingOptions
 from async_grpo.data.columns import Columns, parse_column_mapping
 from async_grpo.data.lines import check_source
-from async_grpo.model.model_folder import check_files, check_tokenizer_files
-from async_grpo.telemetry.trackers import check_trackers
 from async_grpo.util.errors import ConfigError
 from async_grpo.util.run_folder import is_restart, newest_checkpoint
 
 
-def check_at_once(config: TrainConfig) -> None:
-    """Paths, trackers and the cluster's address; what is in the files is checked when they load."""
-    check_output(config)
-    check_trackers(config.recording.trackers)
-    model = Path(config.places.model_name_or_path)
-    check_files(model)
-    check_tokenizer_files(model)
-    check_sources(config)
-    from async_grpo.algorithms.find import find_algorithm  # imports numpy: not for --help
-
-    if not find_algorithm(config).learns_from_pairs:
-        head.locate(config.places.ray_address)
-
-
-def check_sources(config: TrainConfig, *, waits: Callable[[str], bool] = lambda _: False) -> None:
+def check_sources(
+    data: DataOptions,
+    evaluation: EvaluationOptions,
+    teaching: TeachingOptions,
+    *,
+    waits: Callable[[str], bool] = lambda _: False,
+) -> None:
     """Raise for a source that is not there, or whose first line has other columns than are named.
 
     A path that `waits` for somebody to make it is left out.
     """
-    mapping = parse_column_mapping(config.data.column_mapping)
+    mapping = parse_column_mapping(data.column_mapping)
     named = [
-        ("--data-path", config.data.data_path, mapping),
-        ("--eval-data-path", config.evaluation.eval_data_path, mapping),
-        ("--pairs-path", config.teaching.pairs_path, mapping),
+        ("--data-path", data.data_path, mapping),
+        ("--eval-data-path", evaluation.eval_data_path, mapping),
+        ("--pairs-path", teaching.pairs_path, mapping),
     ]
-    for file in config.data.data_files if config.data.data else ():
+    for file in data.data_files if data.data else ():
         for source in filter(None, (file.source, file.held_out)):
             named.append((f"--data of {file.type}", source.path, {**mapping, **file.columns}))
-    for found in config.evaluation.eval:
+    for found in evaluation.eval:
         if found.source:
             columns = {**mapping, **found.columns}
             named.append((f"--eval of {found.name}", found.source.path, columns))
@@ -55,9 +47,9 @@ def check_sources(config: TrainConfig, *, waits: Callable[[str], bool] = lambda 
             check_source(path, option=option, build=partial(Columns, mapping=columns))
 
 
-def check_output(config: TrainConfig) -> None:
+def check_output(recording: RecordingOptions) -> None:
     """Raise `ConfigError` for places that cannot be written."""
-    output, dump = Path(config.recording.output_dir), config.recording.dump_samples_filename
+    output, dump = Path(recording.output_dir), recording.dump_samples_filename
     _check_folder(output, "output_dir")
     if dump:
         _check_folder((output / dump).parent, "dump_samples_filename")
@@ -67,10 +59,10 @@ def check_output(config: TrainConfig) -> None:
         )  # fmt: skip
 
 
-def check_overwrite(config: TrainConfig, *, is_typed: bool) -> None:
+def check_overwrite(recording: RecordingOptions, *, is_typed: bool) -> None:
     """Raise `ConfigError` where a line of a file alone would remove a run with a checkpoint."""
-    newest = newest_checkpoint(Path(config.recording.output_dir))
-    if newest and config.recording.overwrite and not is_typed and not is_restart():
+    newest = newest_checkpoint(Path(recording.output_dir))
+    if newest and recording.overwrite and not is_typed and not is_restart():
         raise ConfigError(
             f"--overwrite must be typed to remove a run with a checkpoint, got {newest[1]}, and a "
             f"file that says it: type --no-overwrite to go on after batch {newest[0]}, or type "

@@ -80,7 +80,7 @@ def open_run(
     journal = start.source and pending_after(start.source / CONTROL_FILE, start.batches)
     plan = replace(
         plan,
-        rules=start_rules(config, cluster),
+        rules=start_rules(partial(find_algorithm, config), users_algorithm(config), cluster),
         object_store_bytes=cluster.object_store_bytes(),
         settings=start.settings(config),
         pending=journal or (),

@@ -16,9 +16,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from async_grpo.algorithms.base import Algorithm, GroupRules, LocalRules
-from async_grpo.algorithms.find import find_algorithm, users_algorithm
 from async_grpo.cluster import handles
-from async_grpo.config.train_config import TrainConfig
 from async_grpo.types import Group
 from async_grpo.util import deadlines
 from async_grpo.util.errors import WorkerError
@@ -29,14 +27,15 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Q = TypeVar("Q")
+Make = Callable[[UserCode | None], Algorithm]
 
 
 class RulesProcess:
     """Runs the user's code, and names the line of it that fails."""
 
-    def __init__(self, config: TrainConfig, code: UserCode) -> None:
+    def __init__(self, make: Make, code: UserCode) -> None:
         self._code = code
-        self._rules = LocalRules(find_algorithm(config, code))
+        self._rules = LocalRules(make(code))
 
     async def finish_group(self, group: Group) -> Group:
         return await self._told_apart(self._rules.finish_group, group)
@@ -74,11 +73,13 @@ class RemoteRules:
         return await handles.call(call, timeout_s=deadlines.ANSWER_S, who=self._who)
 
 
-def start_rules(config: TrainConfig, cluster: Cluster) -> GroupRules:
-    """The rules of the run's algorithm: in the controller where it is shipped, else beside it."""
-    code = users_algorithm(config)
-    algorithm = find_algorithm(config, code)
+def start_rules(make: Make, code: UserCode | None, cluster: Cluster) -> GroupRules:
+    """The rules of the run's algorithm: in the controller where it is shipped, else beside it.
+
+    `make` makes the algorithm, of the user's `code` where that is not None.
+    """
+    algorithm = make(code)
     if code is None:
         return LocalRules(algorithm)
     process = cluster.actor(RulesProcess)  # on this node, which has what the code imports
-    return RemoteRules(process.remote(config, code), algorithm)
+    return RemoteRules(process.remote(make, code), algorithm)

@@ -357,7 +357,7 @@ def test_the_quick_start_run_twice_replaces_what_a_quick_start_has_made(
     result = CliRunner().invoke(quickstart, again)
     assert (result.exit_code, len(runs)) == ((0, 2) if is_own else (1, 1))
     assert is_own or "exists and is not a quick start's" in result.stderr
-    check_overwrite(runs[-1].train, is_typed=runs[-1].types_overwrite)
+    check_overwrite(runs[-1].train.recording, is_typed=runs[-1].types_overwrite)
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from async_grpo.cli.train import check_at_once
 from async_grpo.config.train_config import TrainConfig
-from async_grpo.run.first_checks import check_at_once
 from async_grpo.util.errors import ConfigError, UnfitModel
 
 REPOSITORY = Path(__file__).parents[2]

@@ -1,6 +1,7 @@
 """The rules of a user's algorithm run beside rank 0, and what fails there names its line."""
 
 import asyncio
+from functools import partial
 
 import pytest
 from fake_cluster import FakeCluster
@@ -30,7 +31,7 @@ def group(ordinal=0):
 def rules_of(name, process=None):
     """As rank 0 hands them to the controller, without Ray between."""
     config = make_config(algorithm=str(name))
-    process = process or RulesProcess(config, users_algorithm(config))
+    process = process or RulesProcess(partial(find_algorithm, config), users_algorithm(config))
     return RemoteRules(Handle(process), find_algorithm(config))
 
 
@@ -73,11 +74,13 @@ def test_a_process_runs_the_text_that_rank_0_has_read(tmp_path):
     code = users_algorithm(config)
     path.write_text("no python")
     with pytest.raises(WorkerError, match="no_such_name"):
-        run(RulesProcess(config, code).finish_group(group()))
+        run(RulesProcess(partial(find_algorithm, config), code).finish_group(group()))
 
 
 def test_shipped_algorithms_need_no_process():
-    assert isinstance(start_rules(make_config(), FakeCluster()), LocalRules)
+    assert isinstance(
+        start_rules(partial(find_algorithm, make_config()), None, FakeCluster()), LocalRules
+    )
 
 
 @pytest.mark.integration
@@ -88,6 +91,7 @@ def test_a_real_process_finishes_groups_and_ends_with_its_owner(tmp_path):
         from async_grpo.cluster.cluster import Cluster
 
         config = make_config(algorithm=f"{HERE}/global_norm.py:GlobalNorm")
-        rules = start_rules(config, Cluster())
+        make = partial(find_algorithm, config)
+        rules = start_rules(make, users_algorithm(config), Cluster())
         (finished,) = asyncio.run(rules.finish_step([group()]))
         assert [sample.advantage > 0 for sample in finished.samples] == [False, True]

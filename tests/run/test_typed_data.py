@@ -8,9 +8,9 @@ import pytest
 from scripted_run import make_config
 
 from async_grpo.batching.ledger import Ledger
+from async_grpo.cli.train import check_at_once
 from async_grpo.model.model_folder import check_model_folder
 from async_grpo.run.data import first_of_each_file, load_data, load_sets
-from async_grpo.run.first_checks import check_at_once
 from async_grpo.run.preparation import own_environments, plan_run
 from async_grpo.types import ResumePoint
 from async_grpo.util.errors import ConfigError, DataError
