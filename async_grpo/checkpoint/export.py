@@ -12,9 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from async_grpo.checkpoint.resume import Start
-from async_grpo.checkpoint.tensors import restore_learner, write_shards
-from async_grpo.config.train_config import TrainConfig
+from async_grpo.checkpoint.tensors import write_shards
 from async_grpo.model.policy import PolicyModel
 from async_grpo.training.fsdp import iter_full_tensors
 from async_grpo.training.learner import Learner
@@ -103,7 +101,8 @@ class Exports:
     def __init__(self, learner: Learner, *, doing: Callable[[str], None]) -> None:
         """`doing` is told what takes time."""
         self._doing = doing
-        self._config = learner.config
+        self._recording = learner.config.recording
+        self._source = learner.config.places.model_name_or_path
         self._learner = learner
         self._num_samples = 0
         self._last_export = -1
@@ -123,7 +122,7 @@ class Exports:
 
     def export_if_due(self) -> None:
         """Collective, after a batch."""
-        interval = self._config.recording.min_samples_per_checkpoint
+        interval = self._recording.min_samples_per_checkpoint
         if interval and self._num_samples - max(self._last_export, 0) >= interval:
             self.export()
 
@@ -135,12 +134,8 @@ class Exports:
         if self._last_export == self._num_samples and not self._refusal:
             return
         self._doing("exporting the model")
-        target = export_folder(self._config, self._num_samples)
-        self._refusal = export_hf(
-            self._learner.policy,
-            source_folder=self._config.places.model_name_or_path,
-            target=str(target),
-        )
+        target = str(export_folder(self._recording.output_dir, self._num_samples))
+        self._refusal = export_hf(self._learner.policy, source_folder=self._source, target=target)
         self._last_export = self._num_samples
         if self._refusal:
             logger.warning("the export to %s FAILED, the run goes on: %s", target, self._refusal)
@@ -152,12 +147,11 @@ class Exports:
 
         Raises `CheckpointError` when the trained model is nowhere.
         """
-        recording = self._config.recording
         if not self._refusal:
             return
         if not is_saved:
             raise CheckpointError(
-                f"the disk of --output-dir {recording.output_dir} refused the trained model "
+                f"the disk of --output-dir {self._recording.output_dir} refused the trained model "
                 f"({self._refusal}), and no checkpoint holds it: make room, and train again what "
                 "comes after the last good checkpoint"
             )
@@ -167,18 +161,20 @@ class Exports:
         )
 
 
-def export_finished(config: TrainConfig, ranks: Ranks, start: Start) -> None:
-    """Collective: the last export of a run that is trained, if it is not there."""
-    state = start.state["exports"]
-    if ranks.share(export_folder(config, state["samples"]).exists):
+def export_finished(
+    output_dir: str, ranks: Ranks, state: Mapping[str, int], *, restored: Callable[[], Learner]
+) -> None:
+    """Collective: the last export of a run that is trained, if it is not there.
+
+    `state`: of its exports. `restored` gives a learner with what it has come to.
+    """
+    if ranks.share(export_folder(output_dir, state["samples"]).exists):
         return
-    learner = Learner.build(config, ranks)
-    restore_learner(learner, start)
-    exports = Exports(learner, doing=logger.info)
+    exports = Exports(restored(), doing=logger.info)
     exports.restore({**state, "last_export": -1})
     exports.export()
     ranks.on_main(lambda: exports.check_last(is_saved=True))
 
 
-def export_folder(config: TrainConfig, num_samples: int) -> Path:
-    return Path(config.recording.output_dir) / "hf_format" / f"samples_{num_samples}"
+def export_folder(output_dir: str, num_samples: int) -> Path:
+    return Path(output_dir) / "hf_format" / f"samples_{num_samples}"

@@ -52,7 +52,7 @@ def train_grpo(config: TrainConfig, ranks: Ranks, *, stop: Event | None = None) 
     record = RunRecord(config.recording.output_dir, rank=ranks.rank)
     start = ranks.share(lambda: find_start(config))
     if start.is_finished:
-        export_finished(config, ranks, start)
+        _export_finished(config, ranks, start)
         return
     devices = ranks.gather(device_id())
     main: MainRank | OtherRank = (
@@ -74,7 +74,7 @@ def train_sft(config: TrainConfig, ranks: Ranks, *, stop: Event | None = None) -
     stop = stop or Event()
     start = ranks.share(lambda: find_start(config))
     if start.is_finished:
-        export_finished(config, ranks, start)
+        _export_finished(config, ranks, start)
         return
     pairs, held_out, facts = ranks.on_main(lambda: _load(config)) or _load(config)
     hashes = ranks.on_main(lambda: hash_contents(config, facts, pairs, start=start))
@@ -191,6 +191,16 @@ def train_steps(
                 if item.batch + 1 == learner.config.batching.num_training_batches:
                     return
         report.doing("waiting for samples")
+
+
+def _export_finished(config: TrainConfig, ranks: Ranks, start: Start) -> None:
+    def restored() -> Learner:
+        learner = Learner.build(config, ranks)
+        restore_learner(learner, start)
+        return learner
+
+    output_dir = config.recording.output_dir
+    export_finished(output_dir, ranks, start.state["exports"], restored=restored)
 
 
 def _keep_result(data: Data, ranks: Ranks, exports: Exports, checkpoints: Checkpoints) -> None:

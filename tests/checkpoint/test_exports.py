@@ -10,7 +10,6 @@ from learners import make_learner
 from oracle import tiny_model
 from safetensors.torch import load_file
 
-from async_grpo.checkpoint import export as module
 from async_grpo.checkpoint.export import Exports, export_finished
 from async_grpo.types import EndOfStep
 from async_grpo.util.errors import CheckpointError
@@ -50,22 +49,20 @@ def test_a_model_that_is_nowhere_at_the_end_is_an_error(learner, caplog):
     assert "give the same command again to export it" in caplog.messages[-1]
 
 
-def test_a_finished_run_is_exported_when_its_export_is_missing(learner, tmp_path, monkeypatch):
+def test_a_finished_run_is_exported_when_its_export_is_missing(learner, tmp_path):
     builds = []
 
-    def build(config, ranks):
-        builds.append(config)
+    def restored():
+        builds.append(learner)
         return learner
 
-    monkeypatch.setattr(module.Learner, "build", build)
-    monkeypatch.setattr(module, "restore_learner", lambda learner, start: None)
-    start = SimpleNamespace(state={"exports": {"samples": 6, "last_export": 6}})
-    export_finished(learner.config, ALONE, start)
+    finished = str(tmp_path / "run"), ALONE, {"samples": 6, "last_export": 6}
+    export_finished(*finished, restored=restored)
     stored = load_file(tmp_path / "run" / "hf_format" / "samples_6" / "model.safetensors")
     name = "model.norm.weight"
     assert torch.equal(stored[name], learner.policy.model.get_parameter(name).detach())
-    export_finished(learner.config, ALONE, start)
+    export_finished(*finished, restored=restored)
     assert len(builds) == 1
     shutil.rmtree(tmp_path / "run" / "hf_format")
-    export_finished(learner.config, ALONE, start)
+    export_finished(*finished, restored=restored)
     assert len(builds) == 2
