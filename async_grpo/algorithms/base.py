@@ -102,6 +102,10 @@ class Algorithm:
 
     def __init__(self, config: TrainConfig) -> None:
         self.config = config
+        self.prepare()
+
+    def prepare(self) -> None:
+        """Say what these options need; raise `ConfigError` for some that contradict each other."""
 
     @property
     def waits_for_step(self) -> bool:

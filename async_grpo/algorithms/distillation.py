@@ -9,14 +9,13 @@ divergence is that of whole distributions: `algorithms/distillation_loss.py`. Al
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
 from async_grpo.algorithms.base import LossSums, ScoreNeed, Teacher
 from async_grpo.algorithms.grpo import Grpo
 from async_grpo.config.roles import TEACHER
-from async_grpo.config.teaching import EVERY_TYPE, check_distillation
-from async_grpo.config.train_config import TrainConfig
+from async_grpo.config.teaching import EVERY_TYPE, TeachingOptions, check_distillation
 from async_grpo.types import Payload, PayloadKind, Sample
 from async_grpo.types.metrics import Metric
 
@@ -58,10 +57,11 @@ LOST = Metric(
 class Distillation(Grpo):
     """GRPO with teachers: `--algorithm grpo` with a coefficient of theirs."""
 
-    def __init__(self, config: TrainConfig) -> None:
-        check_distillation(config)
-        super().__init__(config)
-        self._payload = payload_of(config)
+    def prepare(self) -> None:
+        """See `Algorithm`."""
+        check_distillation(self.config)
+        super().prepare()
+        self._payload = payload_of(self.config.teaching)
         need = ScoreNeed(
             TEACHER,
             of_given=self._payload is not None,
@@ -96,45 +96,42 @@ class Distillation(Grpo):
         )  # fmt: skip
 
     def in_words(self) -> tuple[str, ...]:
-        return (*super().in_words(), teachers_in_words(self.config))
+        words = teachers_in_words(self.config.teaching, self.config.teacher_routes)
+        return (*super().in_words(), words)
 
 
-def payload_of(config: TrainConfig) -> Payload | None:
+def payload_of(teaching: TeachingOptions) -> Payload | None:
     """What teachers are asked beside log-probabilities; None: nothing."""
-    if not config.teaching.gkd_coefficient:
+    if not teaching.gkd_coefficient:
         return None
-    top_k = config.teaching.gkd_top_k if config.teaching.teacher_payload == "topk" else 0
-    return Payload(
-        cast(PayloadKind, config.teaching.teacher_payload), top_k, config.teaching.gkd_temperature
-    )
+    top_k = teaching.gkd_top_k if teaching.teacher_payload == "topk" else 0
+    return Payload(cast(PayloadKind, teaching.teacher_payload), top_k, teaching.gkd_temperature)
 
 
-def teachers_in_words(config: TrainConfig) -> str:
+def teachers_in_words(teaching: TeachingOptions, routes: Mapping[str, str]) -> str:
     """One sentence: whose questions each teaches, and what its terms are."""
-    teaching = config.teaching
-    rest = "all others" if len(config.teacher_routes) > 1 else "all"
-    routes = ", ".join(
-        f"{name} for {rest if kind == EVERY_TYPE else kind}"
-        for kind, name in config.teacher_routes.items()
+    rest = "all others" if len(routes) > 1 else "all"
+    taught = ", ".join(
+        f"{name} for {rest if kind == EVERY_TYPE else kind}" for kind, name in routes.items()
     )
-    parts = [f"teachers: {routes}", f"rewards weigh {teaching.reward_coefficient:g}"]
+    parts = [f"teachers: {taught}", f"rewards weigh {teaching.reward_coefficient:g}"]
     if teaching.opd_coefficient:
         bound = f", within ±{teaching.opd_clip:g} nats," if teaching.opd_clip else ""
         parts.append(
             f"{teaching.opd_coefficient:g} * (teacher - policy){bound} in each token's advantage"
         )
     if teaching.gkd_coefficient:
-        parts.append(f"{teaching.gkd_coefficient:g} * {_divergence(config)}")
+        parts.append(f"{teaching.gkd_coefficient:g} * {_divergence(teaching)}")
     return "; ".join(parts)
 
 
-def _divergence(config: TrainConfig) -> str:
+def _divergence(teaching: TeachingOptions) -> str:
     names = {0.0: "KL(teacher, policy)", 1.0: "KL(policy, teacher)"}
-    name = names.get(config.teaching.gkd_alpha, f"JSD of alpha {config.teaching.gkd_alpha:g}")
-    square = ", times its square," if config.teaching.gkd_square_temperature else ""
+    name = names.get(teaching.gkd_alpha, f"JSD of alpha {teaching.gkd_alpha:g}")
+    square = ", times its square," if teaching.gkd_square_temperature else ""
     over = "the whole vocabulary"
-    if config.teaching.teacher_payload == "topk":
-        over = f"the teacher's {config.teaching.gkd_top_k} likeliest tokens and the rest as one"
-    given = 1 - config.teaching.gkd_lambda
+    if teaching.teacher_payload == "topk":
+        over = f"the teacher's {teaching.gkd_top_k} likeliest tokens and the rest as one"
+    given = 1 - teaching.gkd_lambda
     pairs = f", {given:.0%} of the samples given pairs" if given else ""
-    return f"{name} at temperature {config.teaching.gkd_temperature:g}{square} over {over}{pairs}"
+    return f"{name} at temperature {teaching.gkd_temperature:g}{square} over {over}{pairs}"

@@ -18,10 +18,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from async_grpo.algorithms.base import Algorithm, LossSums, Samples, ScoreNeed, with_advantages
-from async_grpo.config.objective import check_objective, preset_options, typed_out
+from async_grpo.config.objective import ObjectiveOptions, check_objective, preset_options, typed_out
 from async_grpo.config.option import flag
 from async_grpo.config.roles import REFERENCE
-from async_grpo.config.train_config import TrainConfig
 from async_grpo.types import Group, Sample
 from async_grpo.util.errors import ConfigError
 
@@ -43,20 +42,24 @@ OLD_POLICY = {
 class Grpo(Algorithm):
     """Advantages of a group, a clipped policy gradient and its penalties."""
 
-    def __init__(self, config: TrainConfig) -> None:
-        super().__init__(config)
-        check_objective(config)
-        kl_in_reward = config.objective.kl_coefficient > 0 and not config.objective.kl_in_loss
-        if config.objective.kl_coefficient:
-            self.needs = (ScoreNeed(REFERENCE, before_advantages=kl_in_reward),)
+    def prepare(self) -> None:
+        """See `Algorithm`."""
+        check_objective(self.config)
+        objective, mode = self.config.objective, self.config.mode
+        if objective.kl_coefficient:
+            self.needs = (ScoreNeed(REFERENCE, before_advantages=not objective.kl_in_loss),)
         # With one step a batch the policy itself is what it was at the start.
-        self.uses_old_policy = config.mode == "decoupled" and config.batching.steps_per_batch > 1
-        is_corrected = config.objective.importance_correction != "none"
-        self._needs_one_row = config.objective.ratio_level == "sequence" or (
-            is_corrected and config.objective.correction_level == "sequence"
+        self.uses_old_policy = mode == "decoupled" and self.config.batching.steps_per_batch > 1
+        # The ratio is exactly 1 wherever it is computed, so that no bound can cut anything.
+        self.clip_is_inert = mode == "on_policy" or (
+            mode == "decoupled" and not self.uses_old_policy
+        )
+        is_corrected = objective.importance_correction != "none"
+        self._needs_one_row = objective.ratio_level == "sequence" or (
+            is_corrected and objective.correction_level == "sequence"
         )
         self._every_term_has_advantage = (
-            not config.objective.kl_in_loss and not config.objective.entropy_coefficient
+            not objective.kl_in_loss and not objective.entropy_coefficient
         )
 
     def finish_group(self, group: Group) -> Group:
@@ -70,10 +73,11 @@ class Grpo(Algorithm):
                 "ratios and corrections of sequences need episodes of one row, got one whose "
                 "history was rewritten: take --ratio-level token and --correction-level token"
             )
-        samples = tuple(shaped(sample, self.config) for sample in group.samples)
+        objective, max_tokens = self.config.objective, self.config.sampling.max_generation_tokens
+        samples = tuple(shaped(each, objective, max_tokens=max_tokens) for each in group.samples)
         rewards = [sample.shaped_reward for sample in samples]
-        advantages = group_advantages(rewards, method=self.config.objective.advantage)
-        may_draw = group.attempt < self.config.objective.dynamic_sampling
+        advantages = group_advantages(rewards, method=objective.advantage)
+        may_draw = group.attempt < objective.dynamic_sampling
         group = with_advantages(replace(group, samples=samples), advantages.tolist())
         return replace(group, is_replaced=may_draw and not has_variance(rewards))
 
@@ -104,7 +108,19 @@ class Grpo(Algorithm):
         )  # fmt: skip
 
     def in_words(self) -> tuple[str, ...]:
-        return objective_in_words(self.config)
+        """Preset, denominator, ratio and clip, correction, penalties, sampling."""
+        objective, sampling, mode = self.config.objective, self.config.sampling, self.config.mode
+        inert = ", which is inert: the ratio is always 1" if self.clip_is_inert else ""
+        sentences = (
+            _preset(objective, sampling.max_generation_tokens),
+            f"loss: {_denominator(objective)}; advantage {objective.advantage}",
+            f"ratio: a {objective.ratio_level}, against {OLD_POLICY[mode]}; "
+            f"{_clip(objective)}{inert}",
+            f"engine/trainer correction: {_correction(objective, mode, sampling.max_staleness)}",
+            _penalties(objective),
+            _rewards(objective, sampling.max_generation_tokens),
+        )
+        return tuple(sentence for sentence in sentences if sentence)
 
 
 def group_advantages(
@@ -182,26 +198,22 @@ def kl_penalty(
     return coefficient * float(differences[loss_mask_L].sum())
 
 
-def shaped(sample: Sample, config: TrainConfig) -> Sample:
+def shaped(sample: Sample, objective: ObjectiveOptions, *, max_tokens: int) -> Sample:
     """The sample with the penalties of the run's options; k1 in the reward needs its scores."""
     overlong = overlong_penalty(
         sample.episode.longest_turn,
-        max_tokens=config.sampling.max_generation_tokens,
-        buffer_tokens=config.objective.overlong_buffer_tokens,
-        largest=config.objective.overlong_penalty,
+        max_tokens=max_tokens,
+        buffer_tokens=objective.overlong_buffer_tokens,
+        largest=objective.overlong_penalty,
     )
     kl = 0.0
-    if (
-        config.objective.kl_coefficient
-        and not config.objective.kl_in_loss
-        and sample.num_trained_tokens
-    ):
+    if objective.kl_coefficient and not objective.kl_in_loss and sample.num_trained_tokens:
         kl = sum(
             kl_penalty(
                 row.logprobs,
                 part.scores[REFERENCE],
                 loss_mask_L=row.loss_mask,
-                coefficient=config.objective.kl_coefficient,
+                coefficient=objective.kl_coefficient,
             )
             for part in sample.parts()
             for row in part.episode.rows
@@ -212,43 +224,21 @@ def shaped(sample: Sample, config: TrainConfig) -> Sample:
     return replace(sample, overlong_penalty=overlong, kl_penalty=kl)
 
 
-def objective_in_words(config: TrainConfig) -> tuple[str, ...]:
-    """One sentence each: preset, denominator, ratio and clip, correction, penalties, sampling."""
-    objective = config.objective
-    sentences = (
-        _preset(config),
-        f"loss: {_denominator(config)}; advantage {objective.advantage}",
-        f"ratio: a {objective.ratio_level}, against {OLD_POLICY[config.mode]}; {_clip(config)}",
-        f"engine/trainer correction: {_correction(config)}",
-        _penalties(config),
-        _rewards(config),
-    )
-    return tuple(sentence for sentence in sentences if sentence)
-
-
-def clip_is_inert(config: TrainConfig) -> bool:
-    """The ratio is exactly 1 wherever it is computed, so that no bound can cut anything."""
-    one_step = config.batching.steps_per_batch == 1
-    return config.mode == "on_policy" or (config.mode == "decoupled" and one_step)
-
-
-def _preset(config: TrainConfig) -> str:
-    if not config.objective.preset:
+def _preset(objective: ObjectiveOptions, longest: int) -> str:
+    if not objective.preset:
         return ""
-    longest = config.sampling.max_generation_tokens
-    typed = typed_out(config.objective.preset, max_generation_tokens=longest)
-    sentence = f"--preset {config.objective.preset} stands for {typed}"
-    named = preset_options(config.objective.preset, max_generation_tokens=longest)
+    typed = typed_out(objective.preset, max_generation_tokens=longest)
+    sentence = f"--preset {objective.preset} stands for {typed}"
+    named = preset_options(objective.preset, max_generation_tokens=longest)
     changed = [
-        f"{flag(name)} {getattr(config.objective, name)}"
+        f"{flag(name)} {getattr(objective, name)}"
         for name, value in named.items()
-        if getattr(config.objective, name) != value
+        if getattr(objective, name) != value
     ]
     return f"{sentence}; changed by you: {' '.join(changed)}" if changed else sentence
 
 
-def _denominator(config: TrainConfig) -> str:
-    objective = config.objective
+def _denominator(objective: ObjectiveOptions) -> str:
     if objective.aggregation == "constant":
         return (
             f"each sample's token sum by {objective.constant_length_samples} tokens, then a mean "
@@ -257,30 +247,27 @@ def _denominator(config: TrainConfig) -> str:
     return DENOMINATORS[objective.aggregation]
 
 
-def _clip(config: TrainConfig) -> str:
-    low, high = 1 - config.objective.clip_low, 1 + config.objective.clip_high
-    if config.objective.policy_loss == "cispo":
-        bounds = f"its value as a weight kept within [{max(low, 0):g}, {high:g}] (cispo)"
-    else:
-        bounds = f"clipped to [{low:g}, {high:g}]"
-        if config.objective.dual_clip:
-            bounds += f", below {config.objective.dual_clip:g} where the advantage is negative"
-    return f"{bounds}, which is inert: the ratio is always 1" if clip_is_inert(config) else bounds
+def _clip(objective: ObjectiveOptions) -> str:
+    low, high = 1 - objective.clip_low, 1 + objective.clip_high
+    if objective.policy_loss == "cispo":
+        return f"its value as a weight kept within [{max(low, 0):g}, {high:g}] (cispo)"
+    bounds = f"clipped to [{low:g}, {high:g}]"
+    if objective.dual_clip:
+        bounds += f", below {objective.dual_clip:g} where the advantage is negative"
+    return bounds
 
 
-def _correction(config: TrainConfig) -> str:
-    if config.objective.importance_correction != "none":
-        return config.objective.correction_in_words
-    if config.mode == "behaviour":
+def _correction(objective: ObjectiveOptions, mode: str, lag: int) -> str:
+    if objective.importance_correction != "none":
+        return objective.correction_in_words
+    if mode == "behaviour":
         return "none needed, the ratio contains it"
-    if config.sampling.max_staleness:
-        lag = config.sampling.max_staleness
+    if lag:
         return f"none, though samples may be of weights {lag} versions old: the gradient is biased"
     return "none"
 
 
-def _penalties(config: TrainConfig) -> str:
-    objective = config.objective
+def _penalties(objective: ObjectiveOptions) -> str:
     parts = []
     if objective.kl_coefficient:
         where = "loss" if objective.kl_in_loss else "reward"
@@ -290,13 +277,12 @@ def _penalties(config: TrainConfig) -> str:
     return f"penalties: {', '.join(parts)}" if parts else ""
 
 
-def _rewards(config: TrainConfig) -> str:
-    objective, sampling = config.objective, config.sampling
+def _rewards(objective: ObjectiveOptions, longest: int) -> str:
     parts = []
     if objective.overlong_buffer_tokens:
         parts.append(
-            f"the last {objective.overlong_buffer_tokens} of {sampling.max_generation_tokens} "
-            f"tokens cost up to {objective.overlong_penalty:g} of the reward"
+            f"the last {objective.overlong_buffer_tokens} of {longest} tokens "
+            f"cost up to {objective.overlong_penalty:g} of the reward"
         )
     if objective.mask_truncated_samples:
         parts.append("truncated outputs are not trained")

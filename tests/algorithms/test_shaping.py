@@ -69,7 +69,7 @@ def test_the_verifiers_reward_stays_and_the_shaped_one_has_every_penalty():
     sample = make_sample(
         VERSION, num_tokens=6, num_masked=2, scores={"reference": np.full(6, -1.0, np.float32)}
     )
-    found = shaped(sample, K1)
+    found = shaped(sample, K1.objective, max_tokens=K1.sampling.max_generation_tokens)
     assert found.verdict is sample.verdict
     assert (found.overlong_penalty, found.kl_penalty) == (0.5, 0.5 * 4 * 0.5)
     assert found.shaped_reward == 1.0 - 0.5 - 1.0
@@ -77,5 +77,5 @@ def test_the_verifiers_reward_stays_and_the_shaped_one_has_every_penalty():
 
 
 def test_what_has_no_trained_token_needs_no_reference():
-    found = shaped(make_sample(VERSION, num_tokens=4, num_masked=4), K1)
+    found = shaped(make_sample(VERSION, num_tokens=4, num_masked=4), K1.objective, max_tokens=8)
     assert found.kl_penalty == 0.0

@@ -3,7 +3,7 @@
 import pytest
 
 from async_grpo.algorithms.find import find_algorithm
-from async_grpo.algorithms.grpo import clip_is_inert, objective_in_words
+from async_grpo.algorithms.grpo import Grpo
 from async_grpo.config.objective import PRESET_NAMES, preset_options
 from async_grpo.config.option import flag
 from async_grpo.config.train_config import TrainConfig
@@ -135,14 +135,14 @@ def test_every_preset_makes_a_valid_run_and_prints_what_it_stands_for(name):
     assert find_algorithm(chosen).aggregation == chosen.objective.aggregation
     named = preset_options(name, max_generation_tokens=chosen.sampling.max_generation_tokens)
     assert {option: chosen.options()[option] for option in named} == named
-    words = objective_in_words(chosen)[0]
+    words = Grpo(chosen).in_words()[0]
     assert all(f"{flag(option)} {value}" in words for option, value in named.items())
 
 
 def test_what_is_given_beside_a_preset_wins_and_is_said():
     chosen = TrainConfig.from_options({"preset": "dapo", "clip_high": 0.2, **REQUIRED})
     assert (chosen.objective.clip_high, chosen.objective.aggregation) == (0.2, "token-mean")
-    assert "changed by you: --clip-high 0.2" in objective_in_words(chosen)[0]
+    assert "changed by you: --clip-high 0.2" in Grpo(chosen).in_words()[0]
 
 
 def test_a_divisor_given_without_a_preset_s_aggregation_is_not_inherited():
@@ -172,10 +172,10 @@ def test_a_divisor_given_without_a_preset_s_aggregation_is_not_inherited():
     ],
 )  # fmt: skip
 def test_the_run_says_in_words_what_it_optimises(options, words):
-    assert words in "\n".join(objective_in_words(config(**options)))
+    assert words in "\n".join(Grpo(config(**options)).in_words())
 
 
 def test_clipping_is_live_where_the_policy_moves_within_a_batch():
     several_steps = {"ratio_mode": "decoupled", "batch_size": 8, "train_minibatch_size": 4}
-    assert not clip_is_inert(config(**several_steps))
-    assert clip_is_inert(config(ratio_mode="decoupled"))
+    assert not Grpo(config(**several_steps)).clip_is_inert
+    assert Grpo(config(ratio_mode="decoupled")).clip_is_inert
