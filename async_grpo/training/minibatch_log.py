@@ -44,6 +44,7 @@ from async_grpo.util import RELEASE
 from async_grpo.util.errors import DataError
 
 logger = logging.getLogger(__name__)
+Options = Mapping[str, Any]  # of a run, by name
 LOG_FOLDER, SUSPECTS_FOLDER = "replay", "non_finite"
 OF_END = ("batch", "step_in_batch", "is_last_of_batch", "num_samples", "num_tokens", "incarnation",
           "sent", "settings")  # fmt: skip
@@ -248,7 +249,7 @@ def _cut_file(path: Path, first: int) -> None:
     os.truncate(path, end)
 
 
-def run_record(options: Mapping[str, Any], ranks: Ranks, *, batch: int) -> bytes:
+def run_record(options: Options, ranks: Ranks, *, batch: int) -> bytes:
     """What a file of a run with these options begins with; its first step is of `batch`."""
     model = os.path.abspath(options["model_name_or_path"])
     facts = {

@@ -9,10 +9,9 @@ from __future__ import annotations
 import base64
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +26,7 @@ from async_grpo.training.minibatch_log import (
     LOG_FOLDER,
     NAME,
     SUSPECTS_FOLDER,
+    Options,
     Trained,
     TrainedStep,
     cut_back,
@@ -38,7 +38,6 @@ from async_grpo.training.step import GradientStep, StepResult
 from async_grpo.types import EndOfStep, Minibatch, PackedMinibatch, Tally, digest_of
 from async_grpo.util.files import LineFile, replacing
 
-Options = Mapping[str, Any]  # by name
 logger = logging.getLogger(__name__)
 NUM_FILES = 8  # of a rank's log, among which its room is divided
 MAX_SUSPECTS = 8  # files a rank; the first ones tell the most
