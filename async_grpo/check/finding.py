@@ -60,14 +60,18 @@ class Setup:
     train: TrainConfig
     workers: tuple[WorkerConfig, ...] = ()
     num_ranks: int = 1
-    prepare: tuple[tuple[str, ...], ...] = ()
-    starts_head: bool = False  # or runs on a cluster that is there, if on any
-    ray_address: str = ""  # empty: the trainer's
+    prepare: tuple[tuple[str, ...], ...] = ()  # commands, one after the other
+    ray_address: str = ""  # empty: a head of its own, or the trainer's
     file: str = ""
     trusted: bool = False  # its code may do what it likes, here and over the network
-    num_cpus: int = 0  # of Ray, as they were given; 0: this machine's
+    given_cpus: int = 0  # of Ray, as somebody gave them, who may give too few; 0: this machine's
     plot_variables: tuple[str, ...] = ()  # that are drawn at the end
-    types_overwrite: bool = False
+    types_overwrite: bool = False  # or a file alone says it
+
+    @property
+    def starts_head(self) -> bool:
+        """Whether it needs a Ray cluster of its own."""
+        return bool(self.workers) and not self.ray_address
 
     @property
     def learns_from_pairs(self) -> bool:

@@ -87,9 +87,10 @@ def check_options(setup: Setup, facts: Facts) -> Iterator[Finding]:
         yield Finding("warning", "options", text)
     yield from _warm_up(setup)
     started = sum(each.num_workers for each in setup.workers)
-    if 0 < setup.num_cpus < started:
-        text = f"num_cpus {setup.num_cpus} is fewer than the {started} workers of the file, which "
-        yield Finding("warning", "options", f"{text}take one each: leave it out, or give {started}")
+    if 0 < setup.given_cpus < started:
+        text = f"num_cpus {setup.given_cpus} is fewer than the {started} workers of the file, "
+        remedy = f"which take one each: leave it out, or give {started}"
+        yield Finding("warning", "options", text + remedy)
     if setup.num_ranks > cores and not facts.num_devices:
         text = f"--nproc-per-node {setup.num_ranks} exceeds the {cores} cores of this machine, and "
         yield Finding("warning", "options", f"{text}there is no device: start at most {cores}")

@@ -21,7 +21,7 @@ from async_grpo.check.finding import EVERYTHING, Cost, Finding, refused
 from async_grpo.cli.assignment import devices_in, placed, placed_on
 from async_grpo.cli.boundary import command_boundary
 from async_grpo.cli.launch_file import launch
-from async_grpo.cli.local_run import LocalRun, options_of_run, read_run, setup_of
+from async_grpo.cli.local_run import LocalRun, options_of_run, read_run
 from async_grpo.cli.options import CONTEXT
 from async_grpo.cli.origin import check_origin, trust_option
 from async_grpo.cli.run_processes import COMMAND
@@ -37,7 +37,6 @@ from async_grpo.util.run_folder import METRICS_FILE
 
 if TYPE_CHECKING:
     from async_grpo.check.facts import Facts
-    from async_grpo.check.finding import Setup
 
 EXIT_WRONG = 1
 # Of the short runs of --deep.
@@ -111,26 +110,27 @@ def findings_of(
         return refused("options", error)
     from async_grpo.check.described import users_code_confined
 
-    setup = replace(setup_of(run, file=file), trusted=trusted)
+    prepare = () if run.goes_on else run.prepare
+    run = replace(run, file=file, trusted=trusted, prepare=prepare)
     with users_code_confined(trusted=trusted):
-        return _findings(run, setup, tries_rewards, plan_for=plan_for, deep=deep, cost=cost)
+        return _findings(run, tries_rewards, plan_for=plan_for, deep=deep, cost=cost)
 
 
 def _findings(
-    run: LocalRun, setup: Setup, tries_rewards: bool, *, plan_for: str, deep: bool, cost: Cost
+    run: LocalRun, tries_rewards: bool, *, plan_for: str, deep: bool, cost: Cost
 ) -> list[Finding]:
     from async_grpo.check.checks import check_all  # imports Ray
     from async_grpo.check.facts import gather
     from async_grpo.check.finding import tried
 
-    facts = gather(setup, tries_rewards=tries_rewards, cost=cost)
+    facts = gather(run, tries_rewards=tries_rewards, cost=cost)
     found = tried(
         lambda: placed_on(run, devices_in(plan_for)) if plan_for else placed(run, usable_devices())
     )
     if isinstance(found, AsyncGrpoError):
-        return check_all(setup, replace(facts, placement=found), cost=cost)
+        return check_all(run, replace(facts, placement=found), cost=cost)
     facts = replace(facts, placement=found.placement, num_devices=found.num_devices)
-    findings = check_all(setup, facts, cost=cost)
+    findings = check_all(run, facts, cost=cost)
     if deep and not any(finding.level == "error" for finding in findings):
         findings += deep_findings(found, facts)
     return findings

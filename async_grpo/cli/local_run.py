@@ -16,8 +16,9 @@ import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from async_grpo.check.finding import Setup
 from async_grpo.cli.options import is_typed
 from async_grpo.cli.origin import check_origin
 from async_grpo.cli.plot import plot
@@ -32,15 +33,10 @@ from async_grpo.cli.run_file import (
 from async_grpo.cli.train import check_algorithm, config_of
 from async_grpo.cli.train import main as train
 from async_grpo.cli.worker import main as worker
-from async_grpo.config.train_config import TrainConfig
 from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.util import deadlines
 from async_grpo.util.errors import ConfigError
 from async_grpo.util.run_folder import newest_checkpoint
-
-if TYPE_CHECKING:
-    from async_grpo.check.finding import Setup
-
 
 RUN_FILE = "run.toml"  # in a run's folder: the file that resumes it
 RUN_OPTIONS = (  # of `launch`
@@ -51,21 +47,14 @@ END_OF_FILE = "END_OF_RUN_FILE"  # in a script for a queue
 NOTHING: Table = {}
 
 
-@dataclass(frozen=True, slots=True)
-class LocalRun:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalRun(Setup):
     """A run of one machine, checked before anything is started."""
 
-    prepare: tuple[tuple[str, ...], ...]  # commands, one after the other
-    workers: tuple[WorkerConfig, ...]  # of each dispatcher
-    train: TrainConfig
-    num_ranks: int
     plot: Table  # the table of its picture; empty: none
     num_cpus: int
-    ray_address: str  # empty: a head of its own
     num_devices: int = 0  # that its own head counts
     placement: str = ""  # who gets which device, in a sentence
-    types_overwrite: bool = False  # or a file alone says it
-    given_cpus: int = 0  # `num_cpus` as somebody gave it, which may be too few
 
     @property
     def folder(self) -> Path:
@@ -74,11 +63,6 @@ class LocalRun:
     @property
     def logs(self) -> Path:
         return self.folder / "logs"
-
-    @property
-    def starts_head(self) -> bool:
-        """Whether it needs a Ray cluster of its own."""
-        return bool(self.workers) and not self.ray_address
 
     @property
     def goes_on(self) -> bool:
@@ -94,28 +78,28 @@ class LocalRun:
         return is_trained and any(self.folder.glob("hf_format/samples_*"))
 
     @property
-    def file(self) -> Path:
+    def resolved_file(self) -> Path:
         """Where its processes read what they are: all of `tables`, whatever is typed."""
         return self.logs / "resolved.toml"
 
     def write_file(self) -> None:
         """Before any of its processes is started."""
-        self.file.write_text(as_toml(self.tables))
+        self.resolved_file.write_text(as_toml(self.tables))
 
     def worker_words(self, number: int) -> list[str]:
         """The command line of the dispatcher of a [[worker]] table."""
-        return ["worker", "--config", str(self.file), "--table", str(number)]
+        return ["worker", "--config", str(self.resolved_file), "--table", str(number)]
 
     @property
     def train_words(self) -> list[str]:
         """The command line of the trainer; --overwrite holds only where it is typed."""
         typed = ["--overwrite"] if self.train.recording.overwrite else []
-        return ["train", "--config", str(self.file), *typed]
+        return ["train", "--config", str(self.resolved_file), *typed]
 
     @property
     def plot_words(self) -> list[str]:
         """The command line that draws the picture."""
-        return ["plot", "--config", str(self.file)]
+        return ["plot", "--config", str(self.resolved_file)]
 
     @property
     def tables(self) -> dict[str, list[Table]]:
@@ -193,10 +177,8 @@ def read_run(
     [picture] = tables.get("plot", [{}])
     values_of(picture, command=plot, where=f"{config}: [plot]")
     _check_cluster(trained.places.ray_address, of_workers=ray_address if workers else None)
-    own = {
-        "paths": [trained.recording.output_dir],
-        "output": f"{trained.recording.output_dir}/reward.svg",
-    }
+    folder = trained.recording.output_dir
+    own = {"paths": [folder], "output": f"{folder}/reward.svg"}
     return LocalRun(
         prepare=tuple(commands_in(prepare)),
         workers=tuple(workers),
@@ -207,6 +189,7 @@ def read_run(
         ray_address=ray_address,
         types_overwrite=is_typed(context, "overwrite") or "overwrite" in given,
         given_cpus=num_cpus,
+        plot_variables=variables_of(picture),
     )
 
 
@@ -254,24 +237,6 @@ def resuming(run: LocalRun) -> LocalRun:
     resume = "auto" if run.train.recording.resume == "never" else run.train.recording.resume
     train = run.train.but(overwrite=False, resume=resume)
     return replace(run, train=train)
-
-
-def setup_of(run: LocalRun, *, file: str = "") -> Setup:
-    """A run as checks see it."""
-    from async_grpo.check.finding import Setup  # imports Ray
-
-    return Setup(
-        train=run.train,
-        workers=run.workers,
-        num_ranks=run.num_ranks,
-        prepare=() if run.goes_on else run.prepare,
-        starts_head=run.starts_head,
-        ray_address=run.ray_address,
-        file=file,
-        num_cpus=run.given_cpus,
-        plot_variables=variables_of(run.plot),
-        types_overwrite=run.types_overwrite,
-    )
 
 
 def slurm(run: LocalRun) -> str:

@@ -51,8 +51,8 @@ class OptionsCommand(click.Command):
                 raise click.UsageError(near, ctx) from None
             raise
         if isinstance(file := typed.get("config"), str) and not ctx.resilient_parsing:
-            table = table_of(file, command=self, mode=typed.get("mode"), number=typed.get("table"))
-            ctx.default_map = {**table, **(ctx.default_map or {})}
+            values = table_of(file, command=self, mode=typed.get("mode"), number=typed.get("table"))
+            ctx.default_map = {**values, **(ctx.default_map or {})}
         return super().parse_args(ctx, args)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -200,14 +200,13 @@ def _prompt_of_data(run: LocalRun) -> int:
     """Mean tokens of its questions; 0 where they or the model's tokenizer are not here."""
     from async_grpo.check.data_read import read_data
     from async_grpo.check.facts import read_model
-    from async_grpo.check.finding import Setup, tried
+    from async_grpo.check.finding import tried
     from async_grpo.model.model_folder import ModelFacts
 
-    setup = Setup(train=run.train, prepare=run.prepare)
-    _, model = read_model(setup)
+    _, model = read_model(run)
     if not isinstance(model, ModelFacts):
         return 0
-    reads = tried(lambda: tuple(read_data(setup, model)))
+    reads = tried(lambda: tuple(read_data(run, model)))
     read = () if isinstance(reads, AsyncGrpoError) else reads
     lengths = [each for one in read if one.purpose == "train" for each in one.lengths.tolist()]
     return round(fmean(lengths)) if lengths else 0

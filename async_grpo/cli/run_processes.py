@@ -16,7 +16,7 @@ from pathlib import Path
 
 from async_grpo.check.finding import Cost, Finding
 from async_grpo.cli.assignment import Node
-from async_grpo.cli.local_run import LocalRun, setup_of
+from async_grpo.cli.local_run import LocalRun
 from async_grpo.cli.run_file import as_toml
 from async_grpo.cluster import head
 from async_grpo.launch.child_processes import ChildProcess, RemoteProcess, Watched
@@ -105,7 +105,7 @@ def remote_dispatcher_of(run: LocalRun, number: int, *, name: str, node: Node) -
         environment={"OMP_NUM_THREADS": "1", "RAY_ADDRESS": run.ray_address},
         max_restarts=MAX_RESTARTS,
     )
-    return RemoteProcess(process, node_id=node.node_id, reads=run.file)
+    return RemoteProcess(process, node_id=node.node_id, reads=run.resolved_file)
 
 
 def name_of(run: LocalRun, number: int) -> str:
@@ -123,10 +123,10 @@ def refuse_broken(run: LocalRun, *, say: Say, is_prepared: bool = False) -> None
     from async_grpo.check.checks import check_all
     from async_grpo.check.facts import gather
 
-    setup = setup_of(run, file="the run")
-    setup = replace(setup, prepare=()) if is_prepared else setup
-    facts = replace(gather(setup, cost=Cost.AT_ONCE), num_devices=run.num_devices)
-    findings = check_all(setup, facts, cost=Cost.AT_ONCE)
+    prepare = () if is_prepared or run.goes_on else run.prepare
+    run = replace(run, file="the run", prepare=prepare)
+    facts = replace(gather(run, cost=Cost.AT_ONCE), num_devices=run.num_devices)
+    findings = check_all(run, facts, cost=Cost.AT_ONCE)
     unsaid = ("warning",) if is_prepared else ()
     _tell([each for each in findings if each.level not in unsaid], say=say)
 

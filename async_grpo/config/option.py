@@ -48,9 +48,9 @@ class Several:
     """
 
     between: str
-    record: Callable[[str], Any] = str.strip  # of its text, which it keeps as such, or is
+    record: Callable[[str], object] = str.strip  # of its text, which it keeps as such, or is
 
-    def records(self, given: str | Iterable[Any]) -> tuple[Any, ...]:
+    def records(self, given: str | Iterable[object]) -> tuple[object, ...]:
         """Of a text that holds all of them, of several texts, or of records.
 
         >>> Several(",").records(["a, b", "c"])
@@ -59,14 +59,14 @@ class Several:
         listed = [given] if isinstance(given, str) else given
         return tuple(record for each in listed for record in self._records_in(each))
 
-    def _records_in(self, given: Any) -> Iterable[Any]:
+    def _records_in(self, given: object) -> Iterable[object]:
         if not isinstance(given, str):
             return [given]
         return [self.record(text) for text in split_text(given, self.between) if text.strip()]
 
-    def text(self, records: Iterable[Any]) -> str:
+    def text(self, records: Iterable[object]) -> str:
         """The one that holds all of them."""
-        return self.between.join(getattr(each, "text", each) for each in records)
+        return self.between.join(str(getattr(each, "text", each)) for each in records)
 
 
 def split_text(text: str, between: str) -> list[str]:
