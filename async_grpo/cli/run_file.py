@@ -88,7 +88,10 @@ def read_tables(file: str) -> tuple[Table, dict[str, list[Table]]]:
                 raise click.UsageError(
                     f"{file}: {option} must be in [[{option}]] or in [train]: drop one"
                 )
-            texts = [_entry(table, file, option=option, name=key) for table in tables]
+            try:
+                texts = [as_text(table, option=option, name=key) for table in tables]
+            except ConfigError as error:
+                raise click.UsageError(f"{file}: {error}") from None
             found["train"] = [{**train, option: texts}]
     [shared] = found.pop(SHARED, [{}])
     for key in shared:
@@ -103,13 +106,6 @@ def _with_typed_columns(table: Table) -> Table:
     if not isinstance(types, dict):
         return table
     return {**table, "columns": ",".join(f"{name}={kind}" for name, kind in types.items())}
-
-
-def _entry(table: Table, file: str, *, option: str, name: str) -> str:
-    try:
-        return as_text(table, option=option, name=name)
-    except ConfigError as error:
-        raise click.UsageError(f"{file}: {error}") from None
 
 
 def table_of(

@@ -93,10 +93,22 @@ def as_text(table: Mapping[str, Any], *, option: str = "data", name: str = "type
 class Entry:
     """What is typed of one file, in the form NAME=PATH,key=value,..."""
 
+    option: str
     name: str
     path: str
     given: Mapping[str, str]  # {key: value}
     columns: Mapping[str, str]  # our names to the file's
+
+    @property
+    def source(self) -> DataSource:
+        """What it says of where its lines are."""
+        types = parse_columns(self.given.get("columns", ""), option=self.option)
+        config = self.given.get("config", "")
+        return DataSource(self.path, self.given.get("split", "train"), config, types)
+
+    def listed(self, key: str) -> tuple[str, ...]:
+        """The names, or the numbers, of a key that takes several."""
+        return tuple(filter(None, self.given.get(key, "").split(BETWEEN_REWARDS)))
 
 
 def parse_entry(text: str, *, option: str, keys: Sequence[str], what: str, example: str) -> Entry:
@@ -118,7 +130,7 @@ def parse_entry(text: str, *, option: str, keys: Sequence[str], what: str, examp
     for key in given:
         known = f"choose from {', '.join(keys)}, or name a column as input=question"
         require(key in keys, option, f"of {name} has an unknown key", key, known)
-    return Entry(name, path, given, columns)
+    return Entry(option, name, path, given, columns)
 
 
 def data_file(text: str) -> DataFile:
@@ -130,19 +142,17 @@ def data_file(text: str) -> DataFile:
     """
     example = "sums=sums.jsonl,weight=2"
     entry = parse_entry(text, option="data", keys=KEYS, what="type", example=example)
-    kind, path, given, columns = entry.name, entry.path, entry.given, entry.columns
-    types = parse_columns(given.get("columns", ""), option="data")
-    source = DataSource(path, given.get("split", "train"), given.get("config", ""), types)
+    given, source = entry.given, entry.source
     held_out = given.get("eval_path")
     return DataFile(
         source=source,
-        type=kind,
-        weight=_weight(given.get("weight", "1"), kind),
+        type=entry.name,
+        weight=_weight(given.get("weight", "1"), entry.name),
         environment=given.get("environment", ""),
-        rewards=tuple(filter(None, given.get("rewards", "").split(BETWEEN_REWARDS))),
+        rewards=entry.listed("rewards"),
         teacher=given.get("teacher", ""),
         held_out=replace(source, path=held_out) if held_out else None,
-        columns=columns,
+        columns=entry.columns,
         text=text,
     )
 

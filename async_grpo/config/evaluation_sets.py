@@ -8,10 +8,8 @@ from typing import Any
 
 from async_grpo.config.data_files import (
     BETWEEN_FILES,
-    BETWEEN_REWARDS,
     DataSource,
     Entry,
-    parse_columns,
     parse_entry,
 )
 from async_grpo.config.option import Change, Options, Several, option, require
@@ -68,17 +66,12 @@ def evaluation_set(text: str, *, named: Callable[[str], str] | None = None) -> E
     numbers = {
         key: _number(entry, key, given[key]) for key in NUMBERS if key in given and key != "k"
     }
-    ks = {int(_number(entry, "k", part)) for part in _listed(given.get("k", ""))}
+    ks = {int(_number(entry, "k", part)) for part in entry.listed("k")}
     found = EvaluationSet(
         name=entry.name,
-        source=DataSource(
-            entry.path,
-            given.get("split", "train"),
-            given.get("config", ""),
-            parse_columns(given.get("columns", ""), option="eval"),
-        ),
+        source=entry.source,
         ks=tuple(sorted(ks)),
-        rewards=_listed(given.get("rewards", "")),
+        rewards=entry.listed("rewards"),
         environment=given.get("environment", ""),
         type=given.get("type", ""),
         columns=entry.columns,
@@ -138,10 +131,6 @@ def check_best(name: str, sets: Sequence[EvaluationSet]) -> EvaluationSet:
     rule = "must be a figure of an evaluation of which more is better"
     require(name in variables, "keep_best_checkpoint", rule, name, known)
     return variables[name]
-
-
-def _listed(text: str) -> tuple[str, ...]:
-    return tuple(filter(None, text.split(BETWEEN_REWARDS)))
 
 
 def _number(entry: Entry, key: str, text: str) -> Any:
