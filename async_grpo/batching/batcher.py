@@ -45,7 +45,6 @@ from async_grpo.types import (
 if TYPE_CHECKING:
     from async_grpo.cluster.handles import RecorderHandle
 
-POLL_INTERVAL_S = 0.02  # while trainers stand still beside samples: the fill asked for falls
 RESTART = "restart"  # why work of later steps is done again: of the run, or of its batcher
 
 
@@ -207,14 +206,9 @@ class ExperienceBatcher:
             if items:
                 self._outbox.put(list(zip(*items, strict=True)))
             else:
-                await self._until_news()
-
-    async def _until_news(self) -> None:
-        """Something has changed; or trainers stand still beside samples, and have for longer."""
-        is_short = self._outbox.is_hungry and self._rounds.num_ready
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(POLL_INTERVAL_S if is_short else None):
-                await self._news.wait()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self._rounds.due_in(now_s)):
+                        await self._news.wait()
 
     def _minibatches(self, formed: Round) -> tuple[Minibatch, ...]:
         minibatches, config = [], self._plan.config

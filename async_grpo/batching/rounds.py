@@ -30,6 +30,7 @@ from async_grpo.types import Group
 if TYPE_CHECKING:
     from async_grpo.algorithms.base import GroupRules
 
+ROUNDING_S = 1e-3  # a round that is due is looked for so much later
 CHOICE = 2  # rounds' worth of samples that a round of an incomplete step is chosen from
 
 
@@ -134,6 +135,22 @@ class RoundFormer:
             return None
         asked = self._asked_fill(now_s) * self._num_ranks * self._max_tokens
         return self._form(ready) if ready.num_tokens >= asked else None
+
+    def due_in(self, now_s: float) -> float | None:
+        """Seconds until `next_round` has one though nothing more is ready; None: it never will.
+
+        >>> former = RoundFormer(2, max_tokens=100, steps_per_batch=1, patience_s=10)
+        >>> former.offer(StepKey(0, 0), item=Item((0, 0), 45, 45.0))
+        >>> former.next_round(0.0, hungry=True)  # a quarter of the 180 tokens that are asked for
+        >>> round(former.due_in(1.0), 2)
+        6.5
+        """
+        ready = self._ready.get(self.current_step, _Ready())
+        if self._hungry_since_s is None or self._deterministic or not ready.items:
+            return None
+        share = ready.num_tokens / (self._fill_target * self._num_ranks * self._max_tokens)
+        due_s = self._hungry_since_s + self._patience_s * (1 - share)
+        return max(0.0, due_s - now_s) + ROUNDING_S
 
     def end_step(self) -> StepKey | None:
         """The key of the current step when its last round is out, which makes the next current."""

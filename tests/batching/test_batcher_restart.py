@@ -5,7 +5,6 @@ import contextlib
 import logging
 from collections import Counter
 from dataclasses import replace
-from unittest.mock import patch
 
 import pytest
 from effort import histories
@@ -16,7 +15,6 @@ from scripted import run
 from scripted_run import Run, make_config
 from test_histories import identity, scripts
 
-from async_grpo.batching import batcher
 from async_grpo.batching.admission import StepKey
 from async_grpo.batching.ledger import Ledger
 from async_grpo.types import EndOfStep
@@ -110,8 +108,7 @@ class Trainer:
 
 
 def trained(script, kills=()):
-    with patch.object(batcher, "POLL_INTERVAL_S", 0.5):
-        return run(Trainer(script, kills).train(), limit_s=20_000)
+    return run(Trainer(script, kills).train(), limit_s=20_000)
 
 
 def samples(step):

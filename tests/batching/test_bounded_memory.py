@@ -2,7 +2,6 @@
 
 import logging
 from collections import deque
-from unittest.mock import patch
 
 import pytest
 from effort import FULL
@@ -10,7 +9,6 @@ from script import Script
 from scripted import run
 from scripted_run import Run, make_config
 
-from async_grpo.batching import batcher
 from async_grpo.types import EndOfStep
 
 NUM_BATCHES = 5000 if FULL else 150
@@ -69,8 +67,7 @@ def test_containers_of_a_long_run_stay_as_small_as_those_of_a_short_one():
         config=config, flaky=Every(5), failing=Every(11), dropped=Every(13), even=Every(7)
     )
     sizes = []
-    with patch.object(batcher, "POLL_INTERVAL_S", 0.5):
-        run(Long(script, sizes).train(), limit_s=10**7)
+    run(Long(script, sizes).train(), limit_s=10**7)
     logging.disable(logging.NOTSET)
     half = len(sizes) // 2
     early, late = (

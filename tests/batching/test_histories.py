@@ -3,7 +3,6 @@
 import logging
 from collections import Counter
 from dataclasses import replace
-from unittest.mock import patch
 
 import pytest
 from effort import histories
@@ -14,7 +13,6 @@ from scripted import run
 from scripted_run import INCARNATION, QUESTIONS, Cluster, Run, make_config, split_steps
 
 from async_grpo.algorithms.find import find_algorithm
-from async_grpo.batching import batcher
 from async_grpo.batching.ledger import FATES
 from async_grpo.types import Minibatch, WeightsVersion, tally
 
@@ -103,9 +101,7 @@ def watched(script):
     async def scenario():
         return await running.train(), running.served.status()
 
-    # The pump looks twice a second instead of fifty times: most of a history's cost.
-    with patch.object(batcher, "POLL_INTERVAL_S", 0.5):
-        items, status = run(scenario())
+    items, status = run(scenario())
     return list(map(split_steps, items)), status, running
 
 

@@ -42,6 +42,18 @@ def test_hungry_trainers_get_less_and_less_filled_rounds():
     assert keys_of(rounds.next_round(105.0, hungry=True)) == [(0, 0)]
 
 
+def test_a_round_that_nothing_but_time_is_missing_from_goes_out_when_it_is_due():
+    rounds = former()
+    assert rounds.due_in(0.0) is None
+    rounds.offer(FIRST, item=item(0, 80))
+    assert rounds.next_round(1.0, hungry=False) is None and rounds.due_in(1.0) is None
+    assert rounds.next_round(2.0, hungry=True) is None
+    assert rounds.due_in(4.0) == pytest.approx(3.0, abs=0.01)  # half of the patience, of which 2 s
+    assert rounds.next_round(6.99, hungry=True) is None
+    assert isinstance(rounds.next_round(4.0 + rounds.due_in(4.0), hungry=True), Round)
+    assert rounds.due_in(7.1) is None
+
+
 def test_hunger_is_measured_from_the_last_time_the_trainers_were_busy():
     rounds = former()
     rounds.offer(FIRST, item=item(0, 80))
