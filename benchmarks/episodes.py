@@ -20,7 +20,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -177,16 +176,6 @@ class Cluster:
         return answer
 
 
-class Local:
-    """As the handle of an actor, of an object here."""
-
-    def __init__(self, actor: object) -> None:
-        self._actor = actor
-
-    def __getattr__(self, method: str) -> SimpleNamespace:
-        return SimpleNamespace(remote=getattr(self._actor, method))
-
-
 def make_plan(size: Size) -> BatcherPlan:
     """The run."""
     longest = round(MEDIAN_TURNS * size.tail) * (TURN_TOKENS + 1) + TURN_TOKENS
@@ -231,7 +220,7 @@ class Trainer:
         """The run's seconds."""
         for name, registry in self._cluster.registries.items():
             info = WorkerInfo("all", name, "node", 0, "model", 64, 1e9, 0.0, 1 << 20)
-            await registry.register(info, Local(self._cluster))  # type: ignore[arg-type]
+            await registry.register(info, clock.Local(self._cluster))  # type: ignore[arg-type]
         await self._publish(0)
         for index in itertools.count():
             asked = asyncio.ensure_future(self._served.batcher.next_items(0, index))

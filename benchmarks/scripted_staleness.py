@@ -10,19 +10,28 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from async_grpo.planning.rates import (
-    ControlCosts,
-    EngineRates,
-    SyncRates,
-    TrainerRates,
-    even,
-    heavy_tail,
-)
-from async_grpo.planning.service import Scenario, mean, simulate, whole_batch
+import numpy as np
+from numpy.typing import NDArray
+
+from async_grpo.planning.rates import ControlCosts, EngineRates, SyncRates, TrainerRates
+from async_grpo.planning.service import Scenario, mean, simulate
 from benchmarks.results import Figure, median
 
 GOAL_SHARE_OF_BOUND = 0.9
 WARM_UP = 2  # batches until generation is as far ahead as it may be
+LONGEST = 16_384  # output tokens of a reasoning run
+
+
+def even(_rng: np.random.Generator, count: int) -> NDArray[np.int64]:
+    """Every output is as long as the next."""
+    return np.full(count, 2_000)
+
+
+def heavy_tail(rng: np.random.Generator, count: int) -> NDArray[np.int64]:
+    """Lognormal, median 1,500 tokens, cut at LONGEST: reasoning runs."""
+    return np.clip(rng.lognormal(np.log(1_500), 1.0, count), 16, LONGEST).astype(np.int64)
+
+
 # All sequences of a batch run at once; training an even batch then takes as long as sampling it.
 EVEN = Scenario(
     engine=EngineRates(step_s=0.025, capacity=1024),
@@ -68,7 +77,7 @@ def compare(
     scenario: Scenario, bounds: Sequence[int]
 ) -> tuple[float, dict[int, tuple[float, float, float]]]:
     """The bound by the sum; by staleness, the bound by the wall, generator and trainer idle."""
-    serial = simulate(dataclasses.replace(scenario, max_staleness=0), whole_batch)[WARM_UP:]
+    serial = simulate(dataclasses.replace(scenario, max_staleness=0, waits_for_step=True))[WARM_UP:]
     g = mean(serial, lambda step: step.engines_busy_s)
     t = mean(serial, lambda step: step.busy_s)
     found = {}

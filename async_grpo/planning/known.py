@@ -1,4 +1,4 @@
-"""What is known of a run's speeds and lengths, and with it the work of any split. Pure.
+"""What is known of a run's speeds and lengths, and with it the work of any split.
 
 Of earlier runs only the files that they have left are read. First speeds follow from their rows by
 least squares; then each run is simulated itself, and speeds are corrected until its simulation is
@@ -21,7 +21,7 @@ import numpy as np
 
 from async_grpo.batching.packing import estimate_cost
 from async_grpo.planning.asked import Asked, Split
-from async_grpo.planning.prediction import Work, predict, slower_engine, slower_trainer
+from async_grpo.planning.prediction import Work, predict
 from async_grpo.planning.rates import (
     Layout,
     Lengths,
@@ -32,6 +32,7 @@ from async_grpo.planning.rates import (
     from_peaks,
     given,
     seen_lengths,
+    slower,
 )
 from async_grpo.util.errors import ConfigError
 from async_grpo.util.run_folder import METRICS_FILE
@@ -131,7 +132,6 @@ def _cut(lengths: Lengths, *, longest: int) -> Lengths:
 class MeasuredStep:
     """What a run did in a gradient step, on average; seconds of one."""
 
-    step_s: float
     generating_s: float
     scoring_s: float
     training_s: float
@@ -206,7 +206,6 @@ def seen_of(run: EarlierRun) -> MeasuredStep:
     scored = [row for row in run.rows if row.get("reference_idle_fraction") is not None]
     total = of("num_samples")
     return MeasuredStep(
-        step_s=of("seconds"),
         generating_s=busy("generator_idle_fraction") if engines else 0.0,
         scoring_s=busy("reference_idle_fraction") if scored and run.asked.scorers else 0.0,
         training_s=fmean(map(_training_s, run.rows)),
@@ -253,7 +252,8 @@ def rates_of(runs: Sequence[EarlierRun], rates: Rates) -> Rates:
         found = replace(found, sources={**found.sources, "scorer": f"measured in {names}"})
     for _ in range(CORRECTIONS):
         by = _factors(found, runs, seen)
-        found = _corrected(found, by)
+        slowed = {name: slower(getattr(found, name), by[name]) for name in by}
+        found = replace(found, **slowed)
         if max(abs(factor - 1) for factor in by.values()) < CLOSE:
             break
     return found
@@ -279,21 +279,6 @@ def _factors(
         name: float(np.exp(np.mean(np.log(found)) / 2)) if found else 1.0
         for name, found in factors.items()
     }
-
-
-def _corrected(rates: Rates, by: Mapping[str, float]) -> Rates:
-    """With speeds of so many times the seconds."""
-    scorer = rates.scorer
-    return replace(
-        rates,
-        engine=slower_engine(rates.engine, by["engine"]),
-        trainer=slower_trainer(rates.trainer, by["trainer"]),
-        scorer=replace(
-            scorer,
-            cost_per_second=scorer.cost_per_second / by["scorer"],
-            group_s=scorer.group_s * by["scorer"],
-        ),
-    )
 
 
 def _engine(runs: Sequence[EarlierRun]) -> tuple[float, float, float]:

@@ -1,4 +1,4 @@
-"""A plan on a page: what is held, how long a step takes and why, what to set. Pure."""
+"""A plan on a page: what is held, how long a step takes and why, what to set."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run's scenario from its options, rates and lengths, and what the simulation makes of it. Pure.
+"""A run's scenario from its options, rates and lengths, and what the simulation makes of it.
 
 A large run is simulated at a part of its size: a k-th of the questions, engines, ranks and scoring
 workers, each as fast as the whole's, with a control process that is k times as busy. Where as many
@@ -12,17 +12,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from async_grpo.config.roles import TEACHER
+from async_grpo.algorithms.find import find_algorithm
+from async_grpo.config.roles import REFERENCE
 from async_grpo.devices.bill import cached_tokens
 from async_grpo.planning.asked import Asked, Split, multiplied
 from async_grpo.planning.bills import engine_of
-from async_grpo.planning.rates import EngineRates, Lengths, Rates, SyncRates, TrainerRates
+from async_grpo.planning.rates import Lengths, Rates, slower
 from async_grpo.planning.service import Scenario, Scorers, mean, simulate
 
 WARM_UP = 2  # batches until generation is as far ahead as it may be
 SIMULATED_SAMPLES = 2048  # of a batch, above which a part of the run is simulated
-MEASURED_SAMPLES, MEASURED = 8_000, (3, 12)  # about so many samples, in so many batches
-LOOKS, POLL_S = 200, 0.02  # of the batcher for a round: in a batch, and in truth
+MEASURED_SAMPLES, MEASURED = 2_000, (2, 12)  # about so many samples, in so many batches
 PLACES_HELD = 0.45  # share of an engine's places that hold a sequence, for an even flow
 LEAST_ENGINES = 8  # of a part
 SHARES = 6  # times that speeds of shared cores or devices are looked for
@@ -70,9 +70,9 @@ class Prediction:
 
 def predict(work: Work, split: Split, *, max_staleness: int) -> Prediction:
     """The run on the virtual clock; all processes are slowed as they share cores, or devices."""
-    asked, fleet, slowed = work.asked, work.asked.fleet, 1.0
+    asked, fleet, times = work.asked, work.asked.fleet, 1.0
     places = fleet.num_cores / fleet.threads or fleet.num_devices * asked.is_shared
-    found = _predict(work, split, max_staleness, slowed)
+    found = _predict(work, split, max_staleness, times)
     for _ in range(SHARES if places else 0):
         busy = (
             found.generating_s * split.engines
@@ -82,19 +82,20 @@ def predict(work: Work, split: Split, *, max_staleness: int) -> Prediction:
         )
         # So many run at a time, on average: each has the rest of the places' time.
         wanted = max(1.0, busy / (places * found.step_s))
-        if abs(wanted - slowed) < 0.01 * slowed:
+        if abs(wanted - times) < 0.01 * times:
             break
-        slowed = (wanted + slowed) / 2
-        found = _predict(work, split, max_staleness, slowed)
+        times = (wanted + times) / 2
+        found = _predict(work, split, max_staleness, times)
     return found
 
 
-def _predict(work: Work, split: Split, max_staleness: int, slowed: float) -> Prediction:
+def _predict(work: Work, split: Split, max_staleness: int, times: float) -> Prediction:
     whole, part = scenario_of(work, split, max_staleness=max_staleness)
-    scenario, thin = thinned(slower(whole, slowed))
+    scenario, thin = thinned(slowed(whole, times))
     per_batch = scenario.steps_per_batch
     first = (WARM_UP + max_staleness) * per_batch
-    steps = simulate(scenario)[first : first + _measured(scenario) * per_batch]
+    last = first + _measured(scenario) * per_batch
+    steps = simulate(scenario, num_steps=last)[first:]
     engines, scorers = scenario.num_engines, sum(each.num_workers for each in scenario.scorers)
 
     def of(name: str, by: float = 1.0) -> float:
@@ -120,7 +121,7 @@ def _predict(work: Work, split: Split, max_staleness: int, slowed: float) -> Pre
         places=of("sequence_s") / (engines * scenario.engine.capacity * seconds),
         part=part,
         thin=thin,
-        slowed=slowed,
+        slowed=times,
     )
 
 
@@ -128,30 +129,25 @@ def scenario_of(work: Work, split: Split, *, max_staleness: int) -> tuple[Scenar
     """What is simulated, and of how many equal parts of the run it is one."""
     asked, train = work.asked, work.asked.train
     part = part_of(asked, split)
-    own = multiplied(asked.model)
+    scorer = work.rates.scorer
     scorers = [
         Scorers(
-            rates=replace(
-                work.rates.scorer,
-                cost_per_second=work.rates.scorer.cost_per_second
-                * own / multiplied(asked.worker_models[number]),
-            ),
+            rates=replace(scorer, cost_per_second=scorer.cost_per_second
+                          * multiplied(asked.model) / multiplied(asked.worker_models[number])),
             num_workers=max(1, round(count / part)),
-            share=1 / _teachers(asked) if asked.workers[number].mode == TEACHER else 1.0,
+            role=asked.workers[number].role,
+            max_tokens=asked.workers[number].max_tokens_per_gpu,
         )
         for number, count in zip(asked.scorers, split.scorers, strict=True)
     ]  # fmt: skip
     config, engine = asked.workers[asked.generation], engine_of(asked, asked.generation)
     room = cached_tokens(asked.worker_models[asked.generation], engine) / work.lengths.context()
-    control, steps = (
-        work.rates.control,
-        train.batching.batch_size // train.batching.questions_per_step,
-    )
+    steps = train.batching.steps_per_batch
     questions = max(1, round(train.batching.batch_size / part / steps)) * steps
     engines, ranks = (max(1, round(count / part)) for count in (split.engines, split.ranks))
     capacity = max(1, min(engine.num_seqs, int(room)))
     # What rounding takes or gives is made up for by their speed.
-    own_engine = slower_engine(work.rates.engine, engines * part / split.engines)
+    own_engine = slower(work.rates.engine, engines * part / split.engines)
     own_trainer = replace(
         work.rates.trainer,
         cost_per_second=work.rates.trainer.cost_per_second * split.ranks / (ranks * part),
@@ -166,38 +162,42 @@ def scenario_of(work: Work, split: Split, *, max_staleness: int) -> tuple[Scenar
         num_ranks=ranks,
         scorers=tuple(scorers),
         sync=work.rates.sync,
-        control=replace(
-            control,
-            group_s=control.group_s * part,
-            sample_s=control.sample_s * part,
-            item_s=control.item_s * part,
-            ping_s=control.ping_s * part,
-        ),
+        control=slower(work.rates.control, part),
         batch_size=questions,
         steps_per_batch=steps,
         samples_per_question=train.sampling.samples_per_question,
         prompt_tokens=work.lengths.prompt,
         max_staleness=max_staleness,
         contributing=work.contributing,
+        waits_for_step=train.batching.deterministic or find_algorithm(train).waits_for_step,
     )
-    poll_s = max(_flow(scenario, work.lengths)[:2]) / LOOKS
-    return replace(
-        scenario,
-        num_batches=WARM_UP + _measured(scenario) + 2 * max_staleness + 1,
-        control=replace(scenario.control, poll_s=max(poll_s, POLL_S)),
-    ), part
+    # Behind those that are measured, as many are generated as ever.
+    num_batches = WARM_UP + _measured(scenario) + 2 * max_staleness + 1
+    return replace(scenario, num_batches=num_batches), part
 
 
 def _measured(scenario: Scenario) -> int:
-    """Batches whose means are told."""
-    samples = scenario.batch_size * scenario.samples_per_question
-    return min(max(MEASURED_SAMPLES // samples, MEASURED[0]), MEASURED[1])
+    """Batches whose means are told: those that began together make steps of different lengths.
+
+    Of S + 1 batches that are on their way at a time the first takes longest: whole turns of them
+    are measured.
+    """
+    samples, turn = scenario.batch_size * scenario.samples_per_question, scenario.max_staleness + 1
+    wanted = min(max(MEASURED_SAMPLES // samples, MEASURED[0]), MEASURED[1])
+    return -(-wanted // turn) * turn
 
 
 def even_flow(work: Work, split: Split) -> tuple[float, float, float]:
     """Seconds of generating, training and scoring one batch, were nothing to vary."""
     scenario, _ = scenario_of(work, split, max_staleness=1)
     return _flow(scenario, work.lengths)
+
+
+def samples_trained_per_s(work: Work, split: Split) -> float:
+    """The most that the ranks can train, had they nothing to wait for."""
+    scenario, part = scenario_of(work, split, max_staleness=1)
+    samples = part * scenario.batch_size * scenario.samples_per_question
+    return samples / _flow(scenario, work.lengths)[1]
 
 
 def _flow(scenario: Scenario, lengths: Lengths) -> tuple[float, float, float]:
@@ -208,9 +208,10 @@ def _flow(scenario: Scenario, lengths: Lengths) -> tuple[float, float, float]:
     step_s = engine.seconds_a_step(int(running), running * lengths.context())
     cost = length + prompt + (square + 2 * prompt * length) / scenario.trainer.attention_ratio
     training = num * cost * scenario.contributing / scenario.trainer.cost_per_second
+    shares = {each.role: 1 / max(1, len(scenario.teachers)) for each in scenario.scorers}
     scoring = max(
         (
-            each.share * (num * cost / each.rates.cost_per_second
+            (shares | {REFERENCE: 1.0})[each.role] * (num * cost / each.rates.cost_per_second
                           + scenario.batch_size * each.rates.group_s) / each.num_workers
             for each in scenario.scorers
         ),
@@ -243,58 +244,21 @@ def thinned(scenario: Scenario) -> tuple[Scenario, int]:
     if times <= 1:
         return scenario, 1
     questions = max(1, round(scenario.batch_size / steps / times)) * steps
-    sync, trainer = scenario.sync, scenario.trainer
+    trainer = scenario.trainer
     return replace(
         scenario,
         batch_size=questions,
-        sync=SyncRates(
-            gather_s=sync.gather_s / times,
-            transfer_s=sync.transfer_s / times,
-            load_s=sync.load_s / times,
-        ),
+        sync=slower(scenario.sync, 1 / times),
         trainer=replace(trainer, step_s=trainer.step_s / times),
     ), times
 
 
-def _teachers(asked: Asked) -> int:
-    return max(1, sum(each.mode == TEACHER for each in asked.workers))
-
-
-def slower(scenario: Scenario, times: float) -> Scenario:
+def slowed(scenario: Scenario, times: float) -> Scenario:
     """With every process so many times as slow."""
-    control = scenario.control
     return replace(
         scenario,
-        engine=slower_engine(scenario.engine, times),
-        trainer=slower_trainer(scenario.trainer, times),
-        scorers=tuple(
-            replace(each, rates=replace(each.rates, group_s=each.rates.group_s * times,
-                    cost_per_second=each.rates.cost_per_second / times))
-            for each in scenario.scorers
-        ),
-        control=replace(
-            control,
-            group_s=control.group_s * times,
-            sample_s=control.sample_s * times,
-            item_s=control.item_s * times,
-        ),
-    )  # fmt: skip
-
-
-def slower_engine(engine: EngineRates, times: float) -> EngineRates:
-    return replace(
-        engine,
-        step_s=engine.step_s * times,
-        per_sequence_s=engine.per_sequence_s * times,
-        per_kv_token_s=engine.per_kv_token_s * times,
-        per_prefill_token_s=engine.per_prefill_token_s * times,
-    )
-
-
-def slower_trainer(trainer: TrainerRates, times: float) -> TrainerRates:
-    return replace(
-        trainer,
-        cost_per_second=trainer.cost_per_second / times,
-        round_overhead_s=trainer.round_overhead_s * times,
-        step_s=trainer.step_s * times,
+        engine=slower(scenario.engine, times),
+        trainer=slower(scenario.trainer, times),
+        scorers=tuple(replace(each, rates=slower(each.rates, times)) for each in scenario.scorers),
+        control=slower(scenario.control, times),
     )

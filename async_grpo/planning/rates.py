@@ -13,6 +13,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import exp, log, log2
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,7 +42,6 @@ CPU_STEP_S, CPU_ROUND_S = 4e-3, 30e-3
 SPREAD = 1.0  # sigma of the logarithm, as of reasoning runs: an assumption
 ASSUMED_SHARE = 0.25  # of the longest output, the median where nobody says anything
 NUM_DRAWN = 20_000
-LONGEST = 16_384  # output tokens of a reasoning run
 OutputLengths = Callable[[np.random.Generator, int], NDArray[np.int64]]  # of some samples
 
 
@@ -102,12 +102,15 @@ class ControlCosts:
     item_s: float = 0.0  # a rank's request for its minibatch
     ping_s: float = 0.0  # a worker and PING_INTERVAL_S
     verification_s: float = 0.0  # of a group
-    poll_s: float = 0.05  # how often it looks whether a round is due
 
 
 # One core of two AMD EPYC (benchmarks.control_plane): 0.72 ms a sample of the controller.
 CONTROL = ControlCosts(group_s=2e-3, sample_s=0.5e-3, item_s=0.5e-3, ping_s=0.6e-3,
                        verification_s=1.6e-3)  # fmt: skip
+
+
+AnyRates = TypeVar("AnyRates", EngineRates, TrainerRates, ScorerRates, SyncRates, ControlCosts)
+APART = ("round_floor_s", "verification_s")  # seconds of something else than the process
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,6 +211,20 @@ def sync_rates(model: ModelShape, kind: Kind, layout: Layout) -> SyncRates:
         transfer_s=transfer_s + own / PACK_BYTES_PER_S,
         load_s=size / layout.engine_devices / (kind.host_bytes_per_s * PCIE_SHARE),
     )
+
+
+def slower(rates: AnyRates, times: float) -> AnyRates:
+    """Of processes that take so many times as long; links and verifiers do not.
+
+    >>> slower(ScorerRates(cost_per_second=8.0, group_s=0.5), 2.0)
+    ScorerRates(cost_per_second=4.0, group_s=1.0)
+    """
+    own = {each.name: getattr(rates, each.name) for each in dataclasses.fields(rates)}
+    seconds = (name for name in own if name.endswith("_s") and name not in APART)
+    changed = {name: own[name] * times for name in seconds}
+    if "cost_per_second" in own:
+        changed["cost_per_second"] = own["cost_per_second"] / times
+    return replace(rates, **changed)
 
 
 def token_bytes(model: ModelShape, size: int) -> int:
@@ -327,13 +344,3 @@ def seen_lengths(groups: Sequence[Sequence[int]], *, prompt: float, source: str)
     """Of an earlier run."""
     whole = tuple(tuple(map(int, group)) for group in groups)
     return Lengths(max(1, round(prompt)), Seen(whole), source)
-
-
-def even(_rng: np.random.Generator, count: int) -> NDArray[np.int64]:
-    """Every output is as long as the next."""
-    return np.full(count, 2_000)
-
-
-def heavy_tail(rng: np.random.Generator, count: int) -> NDArray[np.int64]:
-    """Lognormal, median 1,500 tokens, cut at LONGEST: reasoning runs."""
-    return np.clip(rng.lognormal(np.log(1_500), 1.0, count), 16, LONGEST).astype(np.int64)

@@ -1,4 +1,4 @@
-"""The split of the devices, and the staleness, with which a run makes the most samples. Pure.
+"""The split of the devices, and the staleness, with which a run makes the most samples.
 
 Splits are tried from coarse to fine: around the one that an even flow asks for, then between the
 best and its neighbours. Scoring workers are as many as keep pace with the rest.
@@ -18,12 +18,13 @@ from async_grpo.planning.prediction import (
     Work,
     even_flow,
     predict,
+    samples_trained_per_s,
     wanted_parts,
 )
 from async_grpo.util.errors import ConfigError
 
 BOUNDS = (0, 1, 2, 4)
-COARSE = (0.5, 0.75, 1.0, 1.35, 1.8)  # of the engines of the even flow
+COARSE = (0.6, 1.0, 1.6)  # of the engines of the even flow
 FINE_ROUNDS = 2
 MORE_DEVICES = 64  # among which the fewest that would do are looked for
 ENOUGH = 0.95  # of the best samples a second: the smallest staleness, or fewest engines, of these
@@ -85,11 +86,15 @@ def _best_split(
     wholes = [a_node * 4**power for power in range(7) if a_node * 4**power <= most]
     wanted = [*(round(flow * part) for part in COARSE), *wholes]
     numbers = {min(max(number, fewest), most) for number in wanted}
+    found, top = dict[int, Prediction](), 0.0
     for _ in range(FINE_ROUNDS + 1):
-        found = {number: at(_split(work, asked, number)) for number in sorted(numbers)}
-        top = max(each.samples_per_s for each in found.values())
+        for number in sorted(numbers - found.keys(), key=lambda number: abs(number - flow)):
+            split = _split(work, asked, number)
+            if samples_trained_per_s(work(split), split) > top:  # else it cannot be the best
+                found[number] = at(split)
+                top = max(top, found[number].samples_per_s)
         best = max(number for number in found if found[number].samples_per_s == top)
-        order = sorted(numbers)
+        order = sorted(found)
         place = order.index(best)
         near = [order[n] for n in (place - 1, place + 1) if 0 <= n < len(order)]
         numbers = numbers | {(best + other) // 2 for other in near}

@@ -2,26 +2,28 @@
 
     admission ─▶ lease ─▶ engine ─▶ verifiers ─▶ rounds ─▶ trainers ─▶ weights ─▶ admission
 
-Admission window, balancer, ledger, rounds with their packing, and outbox are the service's own
-code. Registry and batcher are one process here, which serves one call at a time.
+Registries, leases, pipeline and batcher are the service's own. Workers and trainer ranks are
+scripted: each takes the time that its rates say. What the control process computes is a rate too;
+it serves one call after the other.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from async_grpo.batching.admission import AdmissionWindow, StepKey
-from async_grpo.batching.ledger import Ledger
-from async_grpo.batching.outbox import Outbox
-from async_grpo.batching.packing import Item, Key, estimate_cost
-from async_grpo.batching.rounds import Round, RoundFormer
-from async_grpo.controller.balancer import Balancer
+from async_grpo.algorithms.base import ScoreNeed
+from async_grpo.batching.batcher import ExperienceBatcher
+from async_grpo.batching.leased_work import Scores
+from async_grpo.batching.packing import estimate_cost
+from async_grpo.batching.records import BatcherPlan
+from async_grpo.config.roles import GENERATION, REFERENCE, TEACHER, VERIFIER, role_of
+from async_grpo.config.train_config import TrainConfig
+from async_grpo.controller.registry import WorkerRegistry
 from async_grpo.planning import clock
 from async_grpo.planning.rates import (
     ControlCosts,
@@ -31,18 +33,39 @@ from async_grpo.planning.rates import (
     SyncRates,
     TrainerRates,
 )
-from async_grpo.types import WeightsVersion
+from async_grpo.types import (
+    EndOfStep,
+    GenerationRequest,
+    GradingRequest,
+    Group,
+    LogprobRequest,
+    Pulse,
+    Question,
+    SamplingContract,
+    StreamItem,
+    StreamItems,
+    Turn,
+    Verdict,
+    VersionSpan,
+    WeightsAck,
+    WeightsSnapshot,
+    WeightsVersion,
+    WorkerInfo,
+)
 
-PING_INTERVAL_S = 5.0
+FIRST = WeightsVersion(0, 0)
+FOREVER_S = 1e9  # nobody is given up here, however slow
+SCORED = Verdict("scored", 1.0, None, "", "", 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scorers:
-    """The workers of one such role."""
+    """The workers of the reference or of one teacher."""
 
     rates: ScorerRates
     num_workers: int = 1
-    share: float = 1.0  # of the questions that they score: of several teachers each has its own
+    role: str = REFERENCE
+    max_tokens: int = 32_768  # of one's forward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,16 +88,31 @@ class Scenario:
     prompt_tokens: int = 200
     max_staleness: int = 0
     contributing: float = 1.0  # share of the questions whose samples are trained, not only counted
+    waits_for_step: bool = False  # a step is trained when it is complete, never before
     seed: int = 0
+
+    @property
+    def questions_per_step(self) -> int:
+        return self.batch_size // self.steps_per_batch
+
+    @property
+    def teachers(self) -> tuple[str, ...]:
+        """Their names: each teaches the questions of its type, of which there are as many."""
+        names = (each.role.partition(":")[2] for each in self.scorers if each.role != REFERENCE)
+        return tuple(dict.fromkeys(names))
 
     def drawn(self, ordinal: int) -> list[int]:
         """Output tokens of a question's samples, whenever they are generated."""
         rng = np.random.default_rng([self.seed, ordinal])
         return [int(length) for length in self.lengths(rng, self.samples_per_question)]
 
-    def chance(self, ordinal: int, number: int = 0) -> float:
-        """Of a question, in [0, 1): what shares of the questions are told by."""
-        return float(np.random.default_rng([self.seed, ordinal, number + 1]).random())
+    def contributes(self, ordinal: int) -> bool:
+        """Whether the samples of a question are trained."""
+        return bool(np.random.default_rng([self.seed, ordinal, 1]).random() < self.contributing)
+
+    def cost(self, num_tokens: int) -> float:
+        """Of a sample, in units of one token's matrix products."""
+        return estimate_cost(num_tokens, attention_ratio=self.trainer.attention_ratio)
 
 
 @dataclass(slots=True)
@@ -102,246 +140,19 @@ class Step:
         return self.end_s - self.start_s
 
 
-def ours(scenario: Scenario) -> RoundFormer:
-    """The batcher's own rule."""
-    return _former(scenario)
-
-
-def whole_batch(scenario: Scenario) -> RoundFormer:
-    """A step is trained when it is complete, never before."""
-    return _former(scenario, deterministic=True)
-
-
-def whatever_there_is(scenario: Scenario) -> RoundFormer:
-    """A round goes out whenever trainers ask and anything is ready."""
-    return _former(scenario, fill_target=1e-12)
-
-
-def _former(scenario: Scenario, **options: Any) -> RoundFormer:
-    max_tokens = scenario.trainer.max_tokens
-    steps = scenario.steps_per_batch
-    return RoundFormer(scenario.num_ranks, max_tokens=max_tokens, steps_per_batch=steps, **options)
-
-
-def simulate(scenario: Scenario, policy: Callable[[Scenario], RoundFormer] = ours) -> list[Step]:
-    """Every gradient step of the run; `policy` makes what decides when a round goes out."""
+def simulate(
+    scenario: Scenario,
+    *,
+    num_steps: int = 0,
+    make: Callable[..., ExperienceBatcher] = ExperienceBatcher,
+) -> list[Step]:
+    """The first `num_steps` gradient steps of the run, or all; `make` is the batcher's class."""
 
     async def run() -> list[Step]:
-        return await _Service(scenario, policy(scenario)).train()
+        whole = scenario.num_batches * scenario.steps_per_batch
+        return await _Run(scenario, make).train(num_steps or whole)
 
     return clock.run(run())
-
-
-class _Service:
-    def __init__(self, scenario: Scenario, rounds: RoundFormer) -> None:
-        self._scenario = scenario
-        self._rounds = rounds
-        self._window = AdmissionWindow(
-            scenario.batch_size,
-            questions_per_step=scenario.batch_size // scenario.steps_per_batch,
-            max_staleness=scenario.max_staleness,
-            num_batches=scenario.num_batches,
-        )
-        self._ledger = Ledger()
-        self._balancer = Balancer()
-        self._engines = [clock.Engine(scenario.engine) for _ in range(scenario.num_engines)]
-        for number in range(scenario.num_engines):
-            self._balancer.add_worker(
-                str(number),
-                capacity=scenario.engine.capacity,
-                overhead=scenario.overhead_seqs,
-                version=WeightsVersion(0, 0),
-            )
-        self._line: deque[tuple[WeightsVersion, asyncio.Future[str]]] = deque()
-        self._control = clock.Process()
-        self._scorers = [
-            [clock.Process() for _ in range(scorers.num_workers)] for scorers in scenario.scorers
-        ]
-        self._outbox = Outbox(1)  # all ranks ask at once, and wait for the slowest
-        self._formed: dict[int, list[Round | StepKey]] = {}  # by index of the answer
-        self._items: dict[Key, Item] = {}
-        self._unsettled: dict[StepKey, int] = {}  # questions
-        self._first_ready: dict[StepKey, float] = {}
-        self._totals = (0.0, 0.0, 0.0, 0.0, 0.0)
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    async def train(self) -> list[Step]:
-        """The trainer: every round in turn, one item ahead of what it computes."""
-        self._spawn(self._send_rounds())
-        self._spawn(self._ping())
-        self._admit()
-        steps: list[Step] = []
-        step, index = Step(0.0), 0
-        publication = self._spawn(asyncio.sleep(0))
-        asked = asyncio.ensure_future(self._outbox.take(0, index))
-        while True:
-            await asyncio.sleep(0)
-            if not asked.done():
-                self._outbox.mark_hungry(index)
-            await asked
-            answer, index = self._formed.pop(index), index + 1
-            asked = asyncio.ensure_future(self._outbox.take(0, index))
-            for formed in answer:
-                if isinstance(formed, Round):
-                    await self._compute(formed, step)
-            if isinstance(answer[-1], Round):
-                continue
-            await asyncio.sleep(self._scenario.trainer.step_s)
-            key = answer[-1]
-            is_last = key.step_in_batch == self._scenario.steps_per_batch - 1
-            if is_last:
-                began_s = _now()
-                await publication
-                step.blocked_s = _now() - began_s
-                step.gathering_s = self._scenario.sync.gather_s
-                await asyncio.sleep(step.gathering_s)
-            self._close(step, key)
-            steps.append(step)
-            if is_last and key.batch == self._scenario.num_batches - 1:
-                self._ledger.check()
-                return steps
-            if is_last:
-                publication = self._spawn(self._publish(key.batch + 1))
-            step = Step(_now())
-
-    async def _compute(self, formed: Round, step: Step) -> None:
-        bins = [[self._items.pop(key) for key in keys] for keys in formed.bins]
-        rates = self._scenario.trainer
-        slowest = max(sum(item.cost for item in items) for items in bins)
-        if not step.num_rounds:
-            step.first_backward_s = _now()
-        seconds = max(slowest / rates.cost_per_second, rates.round_floor_s) + rates.round_overhead_s
-        await asyncio.sleep(seconds)
-        samples = [item for items in bins for item in items]
-        for ordinal, num in Counter(item.key[0] for item in samples).items():
-            self._ledger.settle(ordinal, fate="trained", num_samples=num)
-        step.busy_s += seconds
-        step.num_rounds += 1
-        step.num_samples += len(samples)
-        step.num_tokens += sum(item.num_tokens for item in samples)
-
-    def _close(self, step: Step, key: StepKey) -> None:
-        self._ledger.close_step(key)
-        step.end_s = _now()
-        step.first_ready_s = self._first_ready.pop(key)
-        for engine in self._engines:
-            engine.catch_up()
-        totals = (
-            sum(engine.busy_s for engine in self._engines),
-            sum(engine.stalled_s for engine in self._engines),
-            sum(engine.sequence_s for engine in self._engines),
-            sum(worker.worked_s for workers in self._scorers for worker in workers),
-            self._control.worked_s,
-        )
-        spent = [now - before for now, before in zip(totals, self._totals, strict=True)]
-        step.engines_busy_s, step.engines_stalled_s, step.sequence_s = spent[:3]
-        step.scoring_s, step.control_s = spent[3:]
-        self._totals = totals
-
-    async def _publish(self, batches: int) -> None:
-        """New weights are on their way, loaded, and served."""
-        sync = self._scenario.sync
-        await asyncio.sleep(sync.transfer_s)
-        for engine in self._engines:
-            engine.update(sync.load_s)
-        await asyncio.sleep(sync.load_s)
-        for number in range(self._scenario.num_engines):
-            self._balancer.set_version(str(number), WeightsVersion(0, batches))
-        self._serve()
-        self._window.batch_published(batches)
-        self._admit()
-
-    def _admit(self) -> None:
-        for ordinal in self._window.start():
-            step = self._window.step_of(ordinal)
-            num_samples = self._scenario.samples_per_question
-            self._ledger.admit(ordinal, num_samples=num_samples, step=step)
-            questions = self._scenario.batch_size // self._scenario.steps_per_batch
-            self._unsettled.setdefault(step, questions)
-            self._spawn(self._run_slot(ordinal, step))
-
-    async def _run_slot(self, ordinal: int, step: StepKey) -> None:
-        """A question: leased, generated, graded, ready."""
-        scenario, control = self._scenario, self._scenario.control
-        lengths = scenario.drawn(ordinal)
-        oldest = self._window.oldest_weights(ordinal)
-        await self._control.work(control.group_s)
-        engine = await self._leased_engine(oldest)
-        await self._engines[int(engine)].generate(scenario.prompt_tokens, lengths)
-        self._balancer.release(engine, scenario.samples_per_question)
-        self._serve()
-        await asyncio.sleep(control.verification_s)
-        items = [self._item((ordinal, index), length) for index, length in enumerate(lengths)]
-        await self._score(ordinal, sum(item.cost for item in items))
-        await self._control.work(len(lengths) * control.sample_s)
-        self._first_ready.setdefault(step, _now())
-        if scenario.contributing < 1 and scenario.chance(ordinal) >= scenario.contributing:
-            self._ledger.settle(ordinal, fate="zero_contribution", num_samples=len(lengths))
-            items = []
-        for item in items:
-            self._items[item.key] = item
-            self._rounds.offer(step, item=item)
-        self._unsettled[step] -= 1
-        if not self._unsettled[step]:
-            self._rounds.step_complete(step)
-
-    def _item(self, key: Key, length: int) -> Item:
-        num_tokens = self._scenario.prompt_tokens + length
-        ratio = self._scenario.trainer.attention_ratio
-        return Item(key, num_tokens, estimate_cost(num_tokens, attention_ratio=ratio))
-
-    async def _score(self, ordinal: int, cost: float) -> None:
-        """By one worker of each role that scores the question, one question after the other."""
-        for number, (role, workers) in enumerate(
-            zip(self._scenario.scorers, self._scorers, strict=True)
-        ):
-            if role.share < 1 and self._scenario.chance(ordinal, number + 1) >= role.share:
-                continue
-            free = min(workers, key=lambda worker: worker.free_at_s)
-            await free.work(role.rates.group_s + cost / role.rates.cost_per_second)
-
-    async def _leased_engine(self, version: WeightsVersion) -> str:
-        granted: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._line.append((version, granted))
-        self._serve()
-        return await granted
-
-    def _serve(self) -> None:
-        # Slots are admitted when their weights are served, so the first in line speaks for all.
-        while self._line:
-            version, granted = self._line[0]
-            engine = self._balancer.try_acquire(self._scenario.samples_per_question, version)
-            if engine is None:
-                return
-            self._line.popleft()
-            granted.set_result(engine)
-
-    async def _send_rounds(self) -> None:
-        """As the batcher's."""
-        index, control = 0, self._scenario.control
-        while True:
-            await self._outbox.wait_for_demand()
-            formed = self._rounds.next_round(_now(), hungry=self._outbox.is_hungry)
-            if formed is None:
-                await asyncio.sleep(control.poll_s)
-                continue
-            await self._control.work(self._scenario.num_ranks * control.item_s)
-            ended = self._rounds.end_step() if isinstance(formed, Round) else None
-            self._formed[index] = [formed] if ended is None else [formed, ended]
-            index += 1
-            self._outbox.put(((),))
-
-    async def _ping(self) -> None:
-        """Heartbeats of the workers, together."""
-        while self._scenario.control.ping_s:
-            await asyncio.sleep(PING_INTERVAL_S)
-            await self._control.work(self._scenario.num_engines * self._scenario.control.ping_s)
-
-    def _spawn(self, work: Coroutine[object, object, None]) -> asyncio.Task[None]:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
 
 
 def mean(steps: Sequence[Step], of: Callable[[Step], float]) -> float:
@@ -351,6 +162,235 @@ def mean(steps: Sequence[Step], of: Callable[[Step], float]) -> float:
     2.0
     """
     return sum(map(of, steps)) / len(steps)
+
+
+class _Worker:
+    """One of any role, as registries and leases call it."""
+
+    def __init__(self, run: _Run, role: str, *, capacity: float, overhead: float = 0.0) -> None:
+        """`capacity` and `overhead` in the unit of the role."""
+        self.run = run
+        self.role, self.capacity, self.overhead = role, capacity, overhead
+        self.process = clock.Process()
+        self.version = FIRST
+
+    async def ping(self, after_s: float) -> Pulse:
+        await asyncio.sleep(after_s)
+        await self.run.control.work(self.run.scenario.control.ping_s)
+        return Pulse("")
+
+    async def load_weights(self, snapshot: WeightsSnapshot) -> WeightsAck:
+        self.version = snapshot.version
+        return WeightsAck("", snapshot.version, 0.0, 0.0)
+
+    async def verify(self, request: GradingRequest) -> tuple[Verdict, ...]:
+        await asyncio.sleep(self.run.scenario.control.verification_s)
+        return (SCORED,) * len(request.outputs)
+
+
+class _Generator(_Worker):
+    def __init__(self, run: _Run) -> None:
+        rates, overhead = run.scenario.engine, run.scenario.overhead_seqs
+        super().__init__(run, GENERATION, capacity=rates.capacity, overhead=overhead)
+        self.engine = clock.Engine(rates)
+
+    async def load_weights(self, snapshot: WeightsSnapshot) -> WeightsAck:
+        if snapshot.version != self.version:
+            load_s = self.run.scenario.sync.load_s
+            self.engine.update(load_s)
+            await asyncio.sleep(load_s)
+        return await super().load_weights(snapshot)
+
+    async def generate(self, request: GenerationRequest) -> tuple[Turn, ...]:
+        scenario = self.run.scenario
+        lengths = scenario.drawn(request.ordinal)
+        await self.run.control.work(scenario.control.group_s)
+        version = self.version
+        await self.engine.generate(scenario.prompt_tokens, lengths)
+        return tuple(self._turn(version, length) for length in lengths)
+
+    def _turn(self, version: WeightsVersion, length: int) -> Turn:
+        tokens, logprobs = self.run.tokens[:length], self.run.logprobs[:length]
+        return Turn(tokens, logprobs, (VersionSpan(version, 0, length),), "stop", "")
+
+
+class _Scorer(_Worker):
+    def __init__(self, run: _Run, scorers: Scorers) -> None:
+        super().__init__(run, scorers.role, capacity=scorers.max_tokens)
+        self._rates = scorers.rates
+
+    async def logprobs(self, request: LogprobRequest) -> tuple[Scores, ...]:
+        rows = zip(request.prompt_token_ids, request.output_token_ids, strict=True)
+        cost = sum(self.run.scenario.cost(len(prompt) + len(output)) for prompt, output in rows)
+        await self.process.work(self._rates.group_s + cost / self._rates.cost_per_second)
+        return tuple(self.run.logprobs[: len(ids)] for ids in request.output_token_ids)
+
+
+class _Rules:
+    """The algorithm's, as far as they take time: what is scored, what waits, what is trained."""
+
+    def __init__(self, run: _Run) -> None:
+        roles = (TEACHER if each.role != REFERENCE else REFERENCE for each in run.scenario.scorers)
+        self.needs = tuple(map(ScoreNeed, dict.fromkeys(roles)))
+        self.waits_for_step = run.scenario.waits_for_step
+        self.first_ready_s: dict[int, float] = {}  # of each step
+        self._run = run
+
+    async def finish_group(self, group: Group) -> Group:
+        scenario = self._run.scenario
+        await self._run.control.work(len(group.samples) * scenario.control.sample_s)
+        self.first_ready_s.setdefault(group.ordinal // scenario.questions_per_step, _now())
+        if scenario.contributes(group.ordinal):
+            return group
+        samples = tuple(replace(sample, contributes=False) for sample in group.samples)
+        return replace(group, samples=samples)
+
+    async def finish_step(self, groups: Sequence[Group]) -> tuple[Group, ...]:
+        return tuple(groups)
+
+
+class _Run:
+    """All that there is; and the ranks, in lock step with the slowest, one item ahead."""
+
+    def __init__(self, scenario: Scenario, make: Callable[..., ExperienceBatcher]) -> None:
+        self.scenario = scenario
+        self.control = clock.Process()
+        longest = scenario.trainer.max_tokens
+        self.tokens, self.logprobs = np.zeros(longest, np.int32), np.zeros(longest, np.float32)
+        self._generators = [_Generator(self) for _ in range(scenario.num_engines)]
+        self._scorers = [
+            _Scorer(self, each) for each in scenario.scorers for _ in range(each.num_workers)
+        ]
+        verifiers = _Worker(self, VERIFIER, capacity=FOREVER_S)
+        self._workers: list[_Worker] = [*self._generators, *self._scorers, verifiers]
+        self._registries = {
+            role: WorkerRegistry(role_of(role)) for role in {each.role for each in self._workers}
+        }
+        self._rules = _Rules(self)
+        self._batcher = make(_plan_of(scenario, self._rules), self._registries.__getitem__)
+        self._seconds = self._seconds_until_now()
+
+    async def train(self, num_steps: int) -> list[Step]:
+        """So many gradient steps, each with what became of it."""
+        await self._start()
+        steps, step = list[Step](), Step(0.0)
+        publication = asyncio.create_task(asyncio.sleep(0), name="nothing yet")
+        asked = asyncio.create_task(self._ask(0), name="ask-0")
+        for index in itertools.count(1):
+            await asyncio.sleep(0)
+            if not asked.done():
+                await self._batcher.hungry(index - 1)
+            answers = await asked
+            asked = asyncio.create_task(self._ask(index), name=f"ask-{index}")
+            for items in zip(*answers, strict=True):
+                if not isinstance(end := items[0], EndOfStep):
+                    await self._compute(items, step)
+                    continue
+                await asyncio.sleep(self.scenario.trainer.step_s)
+                if end.is_last_of_batch:
+                    began_s, step.gathering_s = _now(), self.scenario.sync.gather_s
+                    await publication
+                    step.blocked_s = _now() - began_s
+                    await asyncio.sleep(step.gathering_s)
+                    publication = asyncio.create_task(self._publish(end.batch + 1), name="publish")
+                self._close(step, len(steps))
+                steps.append(step)
+                if len(steps) == num_steps:
+                    return steps
+                step = Step(_now())
+        raise AssertionError("steps end before numbers do")
+
+    async def _start(self) -> None:
+        """Everyone is there, with the first weights."""
+        for number, worker in enumerate(self._workers):
+            info = WorkerInfo(
+                str(number), worker.role, "", 0, "", 0, worker.capacity, worker.overhead, 0,
+                lease_s=FOREVER_S,
+            )  # fmt: skip
+            await self._registries[worker.role].register(info, clock.Local(worker))  # type: ignore[arg-type]
+        for registry in self._registries.values():
+            await registry.publish(WeightsSnapshot(FIRST, ()), timeout_s=FOREVER_S)
+        await self._batcher.published(FIRST)
+
+    async def _ask(self, index: int) -> list[StreamItems]:
+        """What every rank gets."""
+        ranks = range(self.scenario.num_ranks)
+        answers = await asyncio.gather(*(self._batcher.next_items(rank, index) for rank in ranks))
+        await self.control.work(len(ranks) * self.scenario.control.item_s)
+        return answers
+
+    async def _compute(self, items: Sequence[StreamItem], step: Step) -> None:
+        """A round: one minibatch a rank."""
+        rates = self.scenario.trainer
+        minibatches = [item.samples for item in items if not isinstance(item, EndOfStep)]
+        tokens = [[sample.num_tokens for sample in samples] for samples in minibatches]
+        slowest = max(sum(map(self.scenario.cost, each)) for each in tokens)
+        seconds = max(slowest / rates.cost_per_second, rates.round_floor_s) + rates.round_overhead_s
+        step.first_backward_s = step.first_backward_s or _now()
+        step.busy_s += seconds
+        step.num_rounds += 1
+        step.num_samples += sum(map(len, tokens))
+        step.num_tokens += sum(map(sum, tokens))
+        await asyncio.sleep(seconds)
+
+    def _close(self, step: Step, number: int) -> None:
+        step.end_s, step.first_ready_s = _now(), self._rules.first_ready_s.pop(number)
+        before, self._seconds = self._seconds, self._seconds_until_now()
+        for name, seconds in self._seconds.items():
+            setattr(step, name, seconds - before[name])
+
+    def _seconds_until_now(self) -> dict[str, float]:
+        """By field of `Step`."""
+        engines = [generator.engine for generator in self._generators]
+        for engine in engines:
+            engine.catch_up()
+        return {
+            "engines_busy_s": sum(engine.busy_s for engine in engines),
+            "engines_stalled_s": sum(engine.stalled_s for engine in engines),
+            "sequence_s": sum(engine.sequence_s for engine in engines),
+            "scoring_s": sum(scorer.process.worked_s for scorer in self._scorers),
+            "control_s": self.control.worked_s,
+        }
+
+    async def _publish(self, batches: int) -> None:
+        """New weights are on their way, loaded, and served."""
+        await asyncio.sleep(self.scenario.sync.transfer_s)
+        snapshot = WeightsSnapshot(FIRST._replace(batches=batches), ())
+        await self._registries[GENERATION].publish(snapshot, timeout_s=FOREVER_S)
+        await self._batcher.published(snapshot.version)
+
+
+def _plan_of(scenario: Scenario, rules: _Rules) -> BatcherPlan:
+    """The run as its batcher sees it."""
+    teachers, prompt = scenario.teachers, np.zeros(scenario.prompt_tokens, np.int32)
+    config = TrainConfig(
+        model_name_or_path="none",
+        data_path="none",
+        batch_size=scenario.batch_size,
+        train_minibatch_size=scenario.questions_per_step,
+        num_training_batches=scenario.num_batches,
+        samples_per_question=scenario.samples_per_question,
+        max_tokens_per_gpu=scenario.trainer.max_tokens,
+        max_staleness=scenario.max_staleness,
+        stall_timeout_s=FOREVER_S,
+        dump_samples_filename="",
+        teacher_for=",".join(f"{name}={name}" for name in teachers),
+        opd_coefficient=float(bool(teachers)),
+    )
+    questions = tuple(Question(prompt, "", None, {}, kind) for kind in teachers or ("",))
+    return BatcherPlan(
+        config=config,
+        questions=questions,
+        held_out=(),
+        order=lambda ordinal: ordinal % len(questions),
+        replacement=lambda slot, *, attempt: 0,
+        seed_of=None,
+        sampling=SamplingContract(1.0, (), scenario.trainer.max_tokens),
+        num_ranks=scenario.num_ranks,
+        incarnation=FIRST.incarnation,
+        rules=rules,
+        attention_ratio=scenario.trainer.attention_ratio,
+    )
 
 
 def _now() -> float:

@@ -6,7 +6,6 @@ simulation's own, seeds are fixed.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -16,12 +15,12 @@ from pathlib import Path
 import click
 import numpy as np
 
-from async_grpo.planning.rates import heavy_tail
 from async_grpo.planning.service import Scenario, mean, simulate
 from benchmarks import results
 from benchmarks.results import Figure
 from benchmarks.scaling import hardware
 from benchmarks.scaling.hardware import CONTROL, DEVICES_A_NODE, MODELS
+from benchmarks.scripted_staleness import heavy_tail
 
 NAME = "scaling"
 BOUNDS = (0, 1, 2, 4)
@@ -29,14 +28,8 @@ SPLITS = (0.8, 1.0, 1.2, 1.4)  # of the engines that an even flow asks for, trie
 SEARCHED = 512  # devices up to which splits are tried; above, the even flow decides
 PLACES_HELD = 0.45  # share of an engine's places that hold a sequence, where the search begins
 SHARE = "share of the time"  # which a smaller or larger one is not worse for: not guarded
-# By devices: questions a batch, samples a question, batches measured, batches before, and how often
-# the batcher looks for a round (in truth every 20 ms), so that the number of events stays small.
-SIZES = {
-    8: (64, 8, 24, 3, 0.05),
-    64: (512, 8, 10, 2, 0.1),
-    512: (1024, 16, 4, 2, 0.1),
-    10_000: (4096, 16, 2, 1, 0.25),
-}
+# By devices: questions a batch, samples a question, batches measured, batches before.
+SIZES = {8: (64, 8, 24, 3), 64: (512, 8, 10, 2), 512: (1024, 16, 4, 2), 10_000: (4096, 16, 2, 1)}
 CLUSTERS = (
     ("1.5B", 8), ("7B", 8), ("7B", 64), ("32B", 64), ("7B", 512), ("70B", 512), ("7B", 10_000),
     ("70B", 10_000),
@@ -72,13 +65,13 @@ def main(quick: bool, jobs: int, results_dir: str) -> None:
 
 def scenario_of(name: str, devices: int, engines: int, max_staleness: int) -> Scenario:
     """With this many engines, everything else training."""
-    model, (batch_size, samples, measured, warm_up, poll_s) = MODELS[name], SIZES[devices]
+    model, (batch_size, samples, measured, warm_up) = MODELS[name], SIZES[devices]
     generating = engines * model.devices_per_engine
     return Scenario(
         engine=hardware.engine_rates(model),
         trainer=hardware.trainer_rates(model),
         sync=hardware.sync_rates(model, engine_nodes=-(-generating // DEVICES_A_NODE)),
-        control=dataclasses.replace(CONTROL, poll_s=poll_s),
+        control=CONTROL,
         lengths=heavy_tail,
         num_engines=engines,
         num_ranks=devices - generating,
@@ -94,9 +87,9 @@ def run(asked: tuple[str, int, int, int]) -> Row:
     """Simulate a model on devices with engines at a staleness; what measured batches were like."""
     _, devices, engines, max_staleness = asked
     scenario = scenario_of(*asked)
-    _, _, measured, warm_up, _ = SIZES[devices]
+    _, _, measured, warm_up = SIZES[devices]
     first = warm_up + max_staleness
-    steps = simulate(scenario)[first : first + measured]
+    steps = simulate(scenario, num_steps=first + measured)[first:]
     seconds = mean(steps, lambda step: step.seconds)
 
     def share(part: str, by: float = 1.0) -> float:

@@ -20,10 +20,10 @@ from async_grpo.planning.prediction import (
     part_of,
     predict,
     scenario_of,
-    slower,
+    slowed,
     thinned,
 )
-from async_grpo.planning.rates import PACK_BYTES_PER_S
+from async_grpo.planning.rates import PACK_BYTES_PER_S, slower
 from async_grpo.planning.search import most_engines, search
 from async_grpo.planning.service import mean, simulate
 from async_grpo.util.errors import ConfigError
@@ -202,11 +202,11 @@ def test_a_part_of_a_large_run_is_as_fast_as_the_whole():
     assert part_of(run, split) == 2
     given = work(run)(split)
     part = predict(given, split, max_staleness=1)
-    half = with_train(run, batch_size=256)
-    half = predict(replace(given, asked=half), Split(16, 16), max_staleness=1)
-    # Of the part the control process is twice as busy: half of the time.
-    assert part.step_s == pytest.approx(half.step_s, rel=0.12)
-    assert part.samples_per_s == pytest.approx(2 * half.samples_per_s, rel=0.12)
+    rates = replace(given.rates, control=slower(given.rates.control, 2))
+    half = replace(given, asked=with_train(run, batch_size=256), rates=rates)
+    half = predict(half, Split(16, 16), max_staleness=1)
+    assert part.step_s == pytest.approx(half.step_s, rel=0.02)
+    assert part.samples_per_s == pytest.approx(2 * half.samples_per_s, rel=0.02)
 
 
 def test_a_thinned_batch_keeps_the_time_of_the_whole():
@@ -221,4 +221,4 @@ def test_a_thinned_batch_keeps_the_time_of_the_whole():
         return mean(simulate(replace(each, num_batches=6))[3:4], lambda step: step.seconds)
 
     assert times * seconds(thin) == pytest.approx(seconds(scenario), rel=0.1)
-    assert slower(thin, 2.0).engine.step_s == 2 * thin.engine.step_s
+    assert slowed(thin, 2.0).engine.step_s == 2 * thin.engine.step_s

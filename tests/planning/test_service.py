@@ -6,19 +6,14 @@ import dataclasses
 import numpy as np
 import pytest
 
+from async_grpo.batching.batcher import ExperienceBatcher
+from async_grpo.batching.rounds import RoundFormer
 from async_grpo.planning import clock
 from async_grpo.planning.clock import Engine
-from async_grpo.planning.rates import ControlCosts, EngineRates, SyncRates, TrainerRates, heavy_tail
-from async_grpo.planning.service import (
-    Scenario,
-    mean,
-    ours,
-    simulate,
-    whatever_there_is,
-    whole_batch,
-)
+from async_grpo.planning.rates import ControlCosts, EngineRates, SyncRates, TrainerRates
+from async_grpo.planning.service import Scenario, mean, simulate
 from benchmarks.scaling import hardware
-from benchmarks.scripted_staleness import EVEN, scripted_figures
+from benchmarks.scripted_staleness import EVEN, heavy_tail, scripted_figures
 
 LENGTH, PROMPT = 100, 20
 
@@ -39,18 +34,42 @@ PLAIN = Scenario(
         cost_per_second=1_200.0, max_tokens=2_000, attention_ratio=1e12, round_overhead_s=0.0,
         step_s=0.0,
     ),
-    control=ControlCosts(poll_s=0.05),
     lengths=hundred,
     num_batches=12,
     batch_size=2,
     prompt_tokens=PROMPT,
 )  # fmt: skip
-EXACT = dataclasses.replace(PLAIN, control=ControlCosts(poll_s=1e-3), num_batches=10)
 GENERATING, TRAINING = LENGTH * 0.01, 16 * (LENGTH + PROMPT) / 2 / 1_200
 TAIL = dataclasses.replace(
     EVEN, lengths=heavy_tail, engine=EngineRates(step_s=0.02, capacity=128), batch_size=32,
     num_ranks=2, num_batches=3, sync=SyncRates(transfer_s=1.0),
 )  # fmt: skip
+
+
+class Greedy(ExperienceBatcher):
+    """A round goes out whenever trainers ask and anything is ready."""
+
+    def __init__(self, plan, *others):
+        super().__init__(plan, *others)
+        batching = plan.config.batching
+        self._rounds = RoundFormer(
+            plan.num_ranks,
+            max_tokens=batching.max_tokens_per_gpu,
+            steps_per_batch=batching.steps_per_batch,
+            fill_target=1e-12,
+        )
+
+
+def ours(scenario):
+    return simulate(scenario)
+
+
+def whole_batch(scenario):
+    return simulate(dataclasses.replace(scenario, waits_for_step=True))
+
+
+def whatever_there_is(scenario):
+    return simulate(scenario, make=Greedy)
 
 
 def seconds(steps):
@@ -59,7 +78,7 @@ def seconds(steps):
 
 def test_without_overlap_a_batch_takes_the_sum_of_its_parts():
     sync = SyncRates(gather_s=0.2, transfer_s=0.3, load_s=0.1)
-    steps = simulate(dataclasses.replace(EXACT, sync=sync))[2:]
+    steps = simulate(dataclasses.replace(PLAIN, sync=sync))[2:]
     assert seconds(steps) == pytest.approx(GENERATING + TRAINING + 0.6, abs=0.02)
     assert mean(steps, lambda step: step.gathering_s) == pytest.approx(0.2)
     assert mean(steps, lambda step: step.busy_s) == pytest.approx(TRAINING)
@@ -68,7 +87,7 @@ def test_without_overlap_a_batch_takes_the_sum_of_its_parts():
 
 @pytest.mark.parametrize("bound", [2, 4])
 def test_with_overlap_a_batch_takes_the_longest_of_its_parts(bound):
-    steps = simulate(dataclasses.replace(EXACT, max_staleness=bound))[4:-bound]
+    steps = simulate(dataclasses.replace(PLAIN, max_staleness=bound))[4:-bound]
     assert seconds(steps) == pytest.approx(max(GENERATING / 2, TRAINING), rel=0.02)
 
 
@@ -128,7 +147,7 @@ def test_every_sample_is_trained_once_whatever_the_rule(policy, bound):
             group_s=1e-3, sample_s=1e-3, item_s=1e-3, ping_s=1e-3, verification_s=0.01
         ),
     )  # fmt: skip
-    steps = simulate(scenario, policy)
+    steps = policy(scenario)
     assert [step.num_samples for step in steps] == [64] * 5
     for batch, step in enumerate(steps):
         drawn = (scenario.drawn(ordinal) for ordinal in range(8 * batch, 8 * batch + 8))
@@ -136,9 +155,7 @@ def test_every_sample_is_trained_once_whatever_the_rule(policy, bound):
 
 
 def test_on_a_heavy_tail_trainers_start_early_and_lose_nothing_by_it():
-    mine, whole, greedy = (
-        simulate(TAIL, policy) for policy in (ours, whole_batch, whatever_there_is)
-    )
+    mine, whole, greedy = ours(TAIL), whole_batch(TAIL), whatever_there_is(TAIL)
     assert max(step.first_backward_s - step.first_ready_s for step in mine) < 3
     assert min(step.first_backward_s - step.first_ready_s for step in whole) > 100
     assert mine[-1].end_s <= 1.02 * min(whole[-1].end_s, greedy[-1].end_s)
@@ -151,7 +168,7 @@ def test_with_a_fast_generator_trainers_see_full_budgets():
 
     def fills(policy):
         budget = scenario.num_ranks * scenario.trainer.max_tokens
-        return [step.num_tokens / step.num_rounds / budget for step in simulate(scenario, policy)]
+        return [step.num_tokens / step.num_rounds / budget for step in policy(scenario)]
 
     assert min(fills(ours)) >= 0.9
     assert np.mean(fills(whatever_there_is)) < np.mean(fills(ours))
@@ -180,7 +197,7 @@ def test_twice_the_cluster_with_twice_the_work_is_as_fast():
 
 
 def test_a_full_control_process_bounds_the_samples():
-    costs = ControlCosts(sample_s=0.1, poll_s=0.05)
+    costs = ControlCosts(sample_s=0.1)
     scenario = dataclasses.replace(PLAIN, max_staleness=4, control=costs, batch_size=8)
     steps = simulate(scenario)[4:-4]
     assert 8 < 64 / seconds(steps) < 10  # new groups stand in line behind all that is to be packed
