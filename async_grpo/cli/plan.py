@@ -69,7 +69,7 @@ def plan(
     check_origin(run, file=file, typed=train_options, trusted=trust)
     with users_code_confined(trusted=trust):
         found = plan_of(run, **options)
-        from async_grpo.planning.page import in_words
+        from async_grpo.planning.page import as_text, in_words
 
         click.echo(as_text(found) if as_json else in_words(found))
 
@@ -210,40 +210,6 @@ def _prompt_of_data(run: LocalRun) -> int:
     read = () if isinstance(reads, AsyncGrpoError) else reads
     lengths = [each for one in read if one.purpose == "train" for each in one.lengths.tolist()]
     return round(fmean(lengths)) if lengths else 0
-
-
-def as_text(found: Plan) -> str:
-    """The plan for machines."""
-    from async_grpo.planning.page import (
-        assumptions,
-        phases,
-        settings,
-        unused_devices,
-        what_bounds,
-    )
-
-    rates = dataclasses.asdict(found.rates)
-    content = {
-        "devices": str(found.asked.fleet),
-        "parameters": found.asked.model.num_parameters,
-        "bills": [
-            {"role": each.role, "count": each.count, "room": each.room,
-             "total": each.bill.total, "on_host": each.bill.on_host,
-             "lines": [dataclasses.asdict(line) for line in each.bill.lines]}
-            for each in found.bills
-        ],
-        "phases": [dataclasses.asdict(each) for each in phases(found)],
-        "bound": what_bounds(found),
-        "best": dataclasses.asdict(found.best),
-        "as_asked": dataclasses.asdict(found.found.as_asked) if found.found.as_asked else None,
-        "staleness": [dataclasses.asdict(each) for each in found.found.curve],
-        "splits": [dataclasses.asdict(each) for each in found.found.tried],
-        "settings": settings(found),
-        "unused_devices": unused_devices(found),
-        "rates": rates,
-        "assumptions": [*assumptions(found)],
-    }  # fmt: skip
-    return json.dumps(content, indent=1)
 
 
 def _read(file: str, options: Sequence[str]) -> LocalRun:

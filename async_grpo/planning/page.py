@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from async_grpo.devices.bill import GIB, MIB
 from async_grpo.planning.asked import Asked
@@ -55,6 +56,31 @@ def in_words(plan: Plan) -> str:
         "\n".join(["what this rests on:", *(f"  - {line}" for line in assumptions(plan))]),
     ]
     return "\n\n".join(blocks)
+
+
+def as_text(plan: Plan) -> str:
+    """The plan for machines."""
+    content = {
+        "devices": str(plan.asked.fleet),
+        "parameters": plan.asked.model.num_parameters,
+        "bills": [
+            {"role": each.role, "count": each.count, "room": each.room,
+             "total": each.bill.total, "on_host": each.bill.on_host,
+             "lines": [asdict(line) for line in each.bill.lines]}
+            for each in plan.bills
+        ],
+        "phases": [asdict(each) for each in phases(plan)],
+        "bound": what_bounds(plan),
+        "best": asdict(plan.best),
+        "as_asked": asdict(plan.found.as_asked) if plan.found.as_asked else None,
+        "staleness": [asdict(each) for each in plan.found.curve],
+        "splits": [asdict(each) for each in plan.found.tried],
+        "settings": settings(plan),
+        "unused_devices": unused_devices(plan),
+        "rates": asdict(plan.rates),
+        "assumptions": [*assumptions(plan)],
+    }  # fmt: skip
+    return json.dumps(content, indent=1)
 
 
 def _head(plan: Plan) -> str:

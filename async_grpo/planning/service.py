@@ -55,6 +55,7 @@ from async_grpo.types import (
 
 FIRST = WeightsVersion(0, 0)
 FOREVER_S = 1e9  # nobody is given up here, however slow
+LONG_S = 2_000.0  # of the run, after which pings become fewer
 SCORED = Verdict("scored", 1.0, None, "", "", 0.0)
 
 
@@ -175,8 +176,10 @@ class _Worker:
         self.version = FIRST
 
     async def ping(self, after_s: float) -> Pulse:
-        await asyncio.sleep(after_s)
-        await self.run.control.work(self.run.scenario.control.ping_s)
+        # Of a long run few are enough, each as much work as those in whose place it comes.
+        times = max(1.0, _now() / LONG_S)
+        await asyncio.sleep(times * after_s)
+        await self.run.control.work(times * self.run.scenario.control.ping_s)
         return Pulse("")
 
     async def load_weights(self, snapshot: WeightsSnapshot) -> WeightsAck:

@@ -204,6 +204,15 @@ def test_a_full_control_process_bounds_the_samples():
     assert mean(steps, lambda step: step.control_s) == pytest.approx(6.4, rel=0.05)
 
 
+def test_pings_of_all_workers_cost_as_much_in_a_long_run_that_has_few():
+    for slow in (1.0, 1e4):
+        engine = EngineRates(step_s=0.1 * slow, capacity=64)
+        scenario = dataclasses.replace(PLAIN, engine=engine, control=ControlCosts(ping_s=0.01))
+        steps = simulate(dataclasses.replace(scenario, num_batches=6, num_engines=3))
+        share = mean(steps[2:], lambda step: step.control_s) / seconds(steps[2:])
+        assert share == pytest.approx(4 * 0.01 / 5, rel=0.1)  # of engines and verifiers
+
+
 def test_a_run_is_the_same_every_time():
     scenario = dataclasses.replace(PLAIN, max_staleness=1, lengths=spread, num_batches=4)
     assert simulate(scenario) == simulate(scenario)
