@@ -91,7 +91,7 @@ def predict(work: Work, split: Split, *, max_staleness: int) -> Prediction:
 
 def _predict(work: Work, split: Split, max_staleness: int, times: float) -> Prediction:
     whole, part = scenario_of(work, split, max_staleness=max_staleness)
-    scenario, thin = thinned(slowed(whole, times))
+    scenario, thin = thinned(slowed(whole, times), most=2 * SIMULATED_SAMPLES)
     per_batch = scenario.steps_per_batch
     first = (WARM_UP + max_staleness) * per_batch
     last = first + _measured(scenario) * per_batch
@@ -236,11 +236,11 @@ def wanted_parts(asked: Asked) -> int:
     )
 
 
-def thinned(scenario: Scenario) -> tuple[Scenario, int]:
-    """With so few questions as are worth simulating, and by how many times fewer."""
+def thinned(scenario: Scenario, *, most: int) -> tuple[Scenario, int]:
+    """With about as few questions as make `most` samples, and by how many times fewer."""
     steps = scenario.steps_per_batch
     samples = scenario.batch_size * scenario.samples_per_question
-    times = min(samples // (2 * SIMULATED_SAMPLES), scenario.batch_size // steps)
+    times = min(samples // most, scenario.batch_size // steps)
     if times <= 1:
         return scenario, 1
     questions = max(1, round(scenario.batch_size / steps / times)) * steps

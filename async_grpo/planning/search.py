@@ -41,7 +41,11 @@ class Found:
 
 
 def search(
-    work: Callable[[Split], Work], asked: Asked, *, bounds: tuple[int, ...] = BOUNDS
+    work: Callable[[Split], Work],
+    asked: Asked,
+    *,
+    bounds: tuple[int, ...] = BOUNDS,
+    predict: Callable[..., Prediction] = predict,
 ) -> Found:
     """`work` has the rates of a split. Raises `ConfigError` where devices are too few.
 

@@ -1,7 +1,6 @@
 """Splits and staleness: what is found is legal, and more devices are no slower."""
 
 from dataclasses import fields, replace
-from unittest.mock import patch
 
 import pytest
 from effort import histories
@@ -10,8 +9,6 @@ from hypothesis import strategies as st
 from planning.runs import asked, with_train, work
 
 from async_grpo.devices.bill import cached_tokens
-from async_grpo.planning import prediction
-from async_grpo.planning import search as search_module
 from async_grpo.planning.asked import H100, KINDS, PUBLISHED, Fleet, Split, fleet_of
 from async_grpo.planning.bills import bills_of, check_fits, engine_of, fewest_ranks
 from async_grpo.planning.prediction import (
@@ -39,8 +36,8 @@ def at_once(given, split, *, max_staleness):
     return Prediction(split=split, max_staleness=max_staleness, **numbers)
 
 
-def fastest(run):
-    return search(work(run), run, bounds=(1,)).best
+def fastest(run, **options):
+    return search(work(run), run, bounds=(1,), **options).best
 
 
 @settings(max_examples=histories(3, full=50), deadline=None)
@@ -57,8 +54,7 @@ def test_more_devices_are_never_slower(devices, more):
 @pytest.mark.parametrize("kl", [0.0, 0.1])
 def test_a_split_takes_no_more_than_there_is(devices, kl):
     run = asked("qwen2.5-1.5b", devices=devices, kl=kl, batch_size=16)
-    with patch.object(search_module, "predict", at_once):
-        split = fastest(run).split
+    split = fastest(run, predict=at_once).split
     assert run.devices_of(split) <= run.fleet.num_devices
     assert min(split.engines, split.ranks, *split.scorers, 1) == 1
     assert len(split.scorers) == (kl > 0)
@@ -78,12 +74,11 @@ def test_whatever_is_recommended_fits_by_its_own_bill(model, nodes, parallel, kl
     run = asked(
         model, devices=devices, tensor_parallel=parallel, kl=kl, fsdp_sharding_strategy=sharding
     )
-    with patch.object(search_module, "predict", at_once):
-        try:
-            check_fits(run)
-            split = fastest(run).split
-        except ConfigError:
-            return
+    try:
+        check_fits(run)
+        split = fastest(run, predict=at_once).split
+    except ConfigError:
+        return
     assert all(each.bill.total <= each.room for each in bills_of(run, split) if each.room)
     assert run.devices_of(split) <= sum(nodes) and min(split.engines, split.ranks) >= 1
     machines = -(-split.ranks // max(nodes))
@@ -106,15 +101,14 @@ def test_shares_of_a_device_are_planned_only_where_each_fits_its_own(model, kind
     run = asked(model, devices=f"1x{kind}", max_tokens_per_gpu=tokens, gpus_per_rank=shares[0])
     engine = replace(run.workers[0], num_workers=1, gpus_per_worker=shares[1])
     run = replace(run, workers=(engine,), num_ranks=1)
-    with patch.object(search_module, "predict", at_once):
-        try:
-            check_fits(run)
-        except ConfigError:
-            bills = bills_of(run, run.own_split)[:2]
-            lacks = cached_tokens(run.model, engine_of(run, 0)) < run.longest[0]
-            assert lacks or any(each.bill.total > each.room for each in bills)
-            return
-        split = search(work(run), run, bounds=(1,)).best.split
+    try:
+        check_fits(run)
+    except ConfigError:
+        bills = bills_of(run, run.own_split)[:2]
+        lacks = cached_tokens(run.model, engine_of(run, 0)) < run.longest[0]
+        assert lacks or any(each.bill.total > each.room for each in bills)
+        return
+    split = search(work(run), run, bounds=(1,), predict=at_once).best.split
     bills = bills_of(run, split)[:2]
     assert split == run.own_split and all(each.bill.total <= each.room for each in bills)
     assert sum(each.room for each in bills) <= run.fleet.kind.memory_bytes
@@ -122,16 +116,15 @@ def test_shares_of_a_device_are_planned_only_where_each_fits_its_own(model, kind
 
 def test_copies_of_the_model_are_a_machine_s_own_however_many_devices_it_has():
     sharding = {"fsdp_sharding_strategy": "HYBRID_SHARD", "batch_size": 16}
-    with patch.object(search_module, "predict", at_once):
-        for devices, split in (("6", Split(1, 5)), ("6,6", Split(7, 5))):
-            run = asked("qwen2.5-14b", devices=devices, **sharding)
-            assert fewest_ranks(run) == 5 and fastest(run).split == split
+    for devices, split in (("6", Split(1, 5)), ("6,6", Split(7, 5))):
+        run = asked("qwen2.5-14b", devices=devices, **sharding)
+        assert fewest_ranks(run) == 5 and fastest(run, predict=at_once).split == split
 
 
 def test_ranks_that_rounding_left_too_few_are_looked_at_again():
     run = asked("qwen2.5-32b", devices="16", tensor_parallel=2, max_tokens_per_gpu=8192)
-    with patch.object(search_module, "predict", at_once):
-        assert fastest(run).split == Split(2, 12)  # six on each machine: eight do not fit
+    # Six on each machine: eight do not fit.
+    assert fastest(run, predict=at_once).split == Split(2, 12)
 
 
 def test_too_few_devices_are_refused_with_what_would_do():
@@ -213,8 +206,7 @@ def test_a_thinned_batch_keeps_the_time_of_the_whole():
     run = asked("qwen2.5-1.5b", devices="4", batch_size=512, max_generation_tokens=256)
     given = work(run, mean=100.0)(Split(2, 2))
     scenario, _ = scenario_of(given, Split(2, 2), max_staleness=2)
-    with patch.object(prediction, "SIMULATED_SAMPLES", 1024):
-        thin, times = thinned(scenario)
+    thin, times = thinned(scenario, most=2048)
     assert times == 2 and thin.batch_size == 256
 
     def seconds(each):
