@@ -71,6 +71,11 @@ class Asked:
         return Split(engines=engines, ranks=self.num_ranks, scorers=scorers)
 
     @property
+    def num_samples(self) -> int:
+        """Of a batch."""
+        return self.train.batching.batch_size * self.train.sampling.samples_per_question
+
+    @property
     def engine_devices(self) -> int:
         """Of one engine."""
         return self.workers[self.generation].tensor_parallel_size

@@ -193,13 +193,6 @@ def even_flow(work: Work, split: Split) -> tuple[float, float, float]:
     return _flow(scenario, work.lengths)
 
 
-def samples_trained_per_s(work: Work, split: Split) -> float:
-    """The most that the ranks can train, had they nothing to wait for."""
-    scenario, part = scenario_of(work, split, max_staleness=1)
-    samples = part * scenario.batch_size * scenario.samples_per_question
-    return samples / _flow(scenario, work.lengths)[1]
-
-
 def _flow(scenario: Scenario, lengths: Lengths) -> tuple[float, float, float]:
     (length, square), prompt = lengths.moments(), lengths.prompt
     num = scenario.batch_size * scenario.samples_per_question
@@ -229,11 +222,7 @@ def part_of(asked: Asked, split: Split) -> int:
 
 def wanted_parts(asked: Asked) -> int:
     """So many that one has no more samples than are worth simulating."""
-    return (
-        asked.train.batching.batch_size
-        * asked.train.sampling.samples_per_question
-        // SIMULATED_SAMPLES
-    )
+    return asked.num_samples // SIMULATED_SAMPLES
 
 
 def thinned(scenario: Scenario, *, most: int) -> tuple[Scenario, int]:

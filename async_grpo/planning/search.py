@@ -18,7 +18,6 @@ from async_grpo.planning.prediction import (
     Work,
     even_flow,
     predict,
-    samples_trained_per_s,
     wanted_parts,
 )
 from async_grpo.util.errors import ConfigError
@@ -94,7 +93,8 @@ def _best_split(
     for _ in range(FINE_ROUNDS + 1):
         for number in sorted(numbers - found.keys(), key=lambda number: abs(number - flow)):
             split = _split(work, asked, number)
-            if samples_trained_per_s(work(split), split) > top:  # else it cannot be the best
+            _, training_s, _ = even_flow(work(split), split)
+            if asked.num_samples / training_s > top:  # else its ranks alone are too slow
                 found[number] = at(split)
                 top = max(top, found[number].samples_per_s)
         best = max(number for number in found if found[number].samples_per_s == top)

@@ -151,7 +151,8 @@ def simulate(
 
     async def run() -> list[Step]:
         whole = scenario.num_batches * scenario.steps_per_batch
-        return await _Run(scenario, make).train(num_steps or whole)
+        async with asyncio.TaskGroup() as publications:
+            return await _Run(scenario, make, publications).train(num_steps or whole)
 
     return clock.run(run())
 
@@ -255,8 +256,13 @@ class _Rules:
 class _Run:
     """All that there is; and the ranks, in lock step with the slowest, one item ahead."""
 
-    def __init__(self, scenario: Scenario, make: Callable[..., ExperienceBatcher]) -> None:
-        self.scenario = scenario
+    def __init__(
+        self,
+        scenario: Scenario,
+        make: Callable[..., ExperienceBatcher],
+        publications: asyncio.TaskGroup,
+    ) -> None:
+        self.scenario, self._publications = scenario, publications
         self.control = clock.Process()
         longest = scenario.trainer.max_tokens
         self.tokens, self.logprobs = np.zeros(longest, np.int32), np.zeros(longest, np.float32)
@@ -277,7 +283,7 @@ class _Run:
         """So many gradient steps, each with what became of it."""
         await self._start()
         steps, step = list[Step](), Step(0.0)
-        publication = asyncio.create_task(asyncio.sleep(0), name="nothing yet")
+        publication = self._publications.create_task(asyncio.sleep(0), name="nothing yet")
         asked = asyncio.create_task(self._ask(0), name="ask-0")
         for index in itertools.count(1):
             await asyncio.sleep(0)
@@ -295,7 +301,7 @@ class _Run:
                     await publication
                     step.blocked_s = _now() - began_s
                     await asyncio.sleep(step.gathering_s)
-                    publication = asyncio.create_task(self._publish(end.batch + 1), name="publish")
+                    publication = self._publications.create_task(self._publish(end.batch + 1))
                 self._close(step, len(steps))
                 steps.append(step)
                 if len(steps) == num_steps:
