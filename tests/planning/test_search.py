@@ -12,6 +12,7 @@ from async_grpo.devices.bill import cached_tokens
 from async_grpo.planning.asked import H100, KINDS, PUBLISHED, Fleet, Split, fleet_of
 from async_grpo.planning.bills import bills_of, check_fits, engine_of, fewest_ranks
 from async_grpo.planning.prediction import (
+    WARM_UP,
     Prediction,
     even_flow,
     part_of,
@@ -177,6 +178,16 @@ def test_a_deterministic_run_stays_at_its_staleness():
     run = asked("qwen2.5-1.5b", devices="4", batch_size=16, max_staleness=0, deterministic=True)
     found = search(work(run), run)
     assert [each.max_staleness for each in found.curve] == [0] and not found.best.max_staleness
+    assert scenario_of(work(run)(Split(2, 2)), Split(2, 2), max_staleness=0)[0].waits_for_step
+
+
+@pytest.mark.parametrize("bound", [0, 1, 2, 4])
+def test_whole_turns_of_the_batches_that_are_on_their_way_together_are_measured(bound):
+    """Their steps alternate: a part of a turn would be told as the whole of it."""
+    given, split = work(asked("qwen2.5-1.5b", devices="8"))(Split(4, 4)), Split(4, 4)
+    scenario, _ = scenario_of(given, split, max_staleness=bound)
+    measured = scenario.num_batches - WARM_UP - 2 * bound - 1
+    assert measured >= 2 and measured % (bound + 1) == 0
 
 
 def test_on_cores_the_file_s_split_is_the_only_one_and_shared_cores_slow_it():

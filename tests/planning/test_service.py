@@ -10,8 +10,14 @@ from async_grpo.batching.batcher import ExperienceBatcher
 from async_grpo.batching.rounds import RoundFormer
 from async_grpo.planning import clock
 from async_grpo.planning.clock import Engine
-from async_grpo.planning.rates import ControlCosts, EngineRates, SyncRates, TrainerRates
-from async_grpo.planning.service import Scenario, mean, simulate
+from async_grpo.planning.rates import (
+    ControlCosts,
+    EngineRates,
+    ScorerRates,
+    SyncRates,
+    TrainerRates,
+)
+from async_grpo.planning.service import Scenario, Scorers, mean, simulate
 from benchmarks.scaling import hardware
 from benchmarks.scripted_staleness import EVEN, heavy_tail, scripted_figures
 
@@ -202,6 +208,14 @@ def test_a_full_control_process_bounds_the_samples():
     steps = simulate(scenario)[4:-4]
     assert 8 < 64 / seconds(steps) < 10  # new groups stand in line behind all that is to be packed
     assert mean(steps, lambda step: step.control_s) == pytest.approx(6.4, rel=0.05)
+
+
+def test_each_of_two_teachers_scores_the_questions_of_its_type():
+    rates = ScorerRates(cost_per_second=1_000.0, group_s=0.25)
+    teachers = tuple(Scorers(rates=rates, role=f"teacher:{name}") for name in ("sums", "proofs"))
+    steps = simulate(dataclasses.replace(PLAIN, scorers=teachers, batch_size=4, num_batches=3))
+    for step in steps:  # every question once, by one of the two
+        assert step.scoring_s == pytest.approx(4 * (8 * (LENGTH + PROMPT) / 1_000 + 0.25))
 
 
 def test_pings_of_all_workers_cost_as_much_in_a_long_run_that_has_few():
