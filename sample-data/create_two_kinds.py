@@ -9,6 +9,7 @@ and not among the questions of both.
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,16 +18,22 @@ from typing import Any
 import click
 from atomic_files import write_jsonl
 from countdown_demonstrations import PUZZLES, split_tasks
-from create_count_down import rows_of
+from create_count_down import CountDownTask, rows_of
 
 # There are few sums more; products come in several orders of their numbers, which a model must
 # learn one by one.
 NUM_QUESTIONS = {"add": 2000, "mul": 4000}
 
 
+@functools.cache
+def _splits() -> dict[str, tuple[list[CountDownTask], list[CountDownTask]]]:
+    """By kind: the puzzles that are demonstrated, and those that are held out."""
+    return {name: split_tasks(name, count=count) for name, count in NUM_QUESTIONS.items()}
+
+
 def rows_of_kind(kind: str, *, held_out: bool, seed: int) -> Iterator[dict[str, Any]]:
     """Questions of the kind in an order that the seed gives."""
-    splits = {name: split_tasks(name, count=count) for name, count in NUM_QUESTIONS.items()}
+    splits = _splits()
     # A puzzle of one kind may be one of the other too: 1, 2 and 3 make 6 either way.
     avoided = {task.key for _, tasks in splits.values() for task in tasks if not held_out}
     tasks = [task for task in splits[kind][held_out] if task.key not in avoided]

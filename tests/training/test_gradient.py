@@ -291,14 +291,14 @@ STREAMINGS = {
 }
 
 
-@settings(max_examples=histories(60, full=2_000), deadline=None)
+@settings(max_examples=histories(30, full=2_000), deadline=None)
 @given(config=any_config(), **STREAMINGS)
 @pytest.mark.parametrize("precision", [F64, F32], ids=["f64", "f32"])
 def test_gradient_is_the_oracle_s_for_any_streaming(precision, config, **streaming):
     check(config, precision=precision, **streaming)
 
 
-@settings(max_examples=100 if FULL else 10, deadline=None)
+@settings(max_examples=100 if FULL else 5, deadline=None)
 @given(data=st.data(), **STREAMINGS)
 @pytest.mark.parametrize("precision", [F64, F32], ids=["f64", "f32"])
 @pytest.mark.parametrize("preset", PRESET_NAMES)

@@ -82,7 +82,7 @@ def gradient_of(policy, parts, ranks, config, teachers, *, chunk_size):
     return loss, {name: p.grad for name, p in hf_named_parameters(policy)}
 
 
-@settings(max_examples=histories(60, full=2_000), deadline=None)
+@settings(max_examples=histories(30, full=2_000), deadline=None)
 @given(
     options=OPTIONS,
     seed=st.integers(0, 2**32),
