@@ -18,6 +18,19 @@ ONE_ENGINE = (
     "tests/rollout/test_updates_in_flight.py",
     "tests/rollout/test_missed_updates.py",
 )
+ONE_SERVER = (  # of ranks, which imports all that they need: 6 s of a core
+    "tests/training/test_fsdp.py",
+    "tests/training/test_audit.py",
+    "tests/training/test_meters.py",
+    "tests/training/test_old_policy.py",
+    "tests/checkpoint/test_checkpoint_tensors.py",
+    "tests/checkpoint/test_shared_folder.py",
+    "tests/run/test_weights_publishing.py",
+    "tests/weight_sync/test_collector.py",
+    "tests/algorithms/distillation/test_distillation.py",
+    "tests/algorithms/test_dense_kl.py",
+)
+TOGETHER = {file: group[0] for group in (ONE_ENGINE, ONE_SERVER) for file in group}
 ROOMS = (
     "training", "model", "batching", "algorithms", "environments", "environments/chat", "gateway",
     "telemetry", "viewing",
@@ -40,16 +53,16 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-class FilesOfOneEngine(LoadFileScheduling):
-    """A process takes a file at a time, and all files that share an engine."""
+class FilesTogether(LoadFileScheduling):
+    """A process takes a file at a time, and all files that share an engine or a server of ranks."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = super()._split_scope(nodeid)
-        return ONE_ENGINE[0] if file in ONE_ENGINE else file
+        return TOGETHER.get(file, file)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LoadFileScheduling | None:
-    return FilesOfOneEngine(config, log) if config.option.dist == "loadfile" else None
+    return FilesTogether(config, log) if config.option.dist == "loadfile" else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -197,8 +197,6 @@ def test_bf16_compute_keeps_float32_weights_and_stays_near(ran):
 
 
 @pytest.mark.integration
-@pytest.mark.slow  # for its compiler, half a minute
-@pytest.mark.timeout(900)
 def test_in_bf16_head_terms_see_a_teacher_s_float32_as_it_was_sent(ran):
     for rank in ran["taught in bf16"]:
         assert set(rank) == {"teacher.logprobs", "teacher.tail"}
@@ -207,6 +205,9 @@ def test_in_bf16_head_terms_see_a_teacher_s_float32_as_it_was_sent(ran):
             assert torch.equal(seen, sent)
 
 
+@pytest.mark.integration
+@pytest.mark.slow  # for its compiler, half a minute
+@pytest.mark.timeout(900)
 def test_compiled_layers_give_the_same_gradient(tmp_path):
     ranks = run_ranks(one_step, num_ranks=1, folder=tmp_path, compile=True)
     assert_equals_oracle(ranks, tied=True, tolerance=F32)
