@@ -82,9 +82,9 @@ def test_a_sample_that_ends_its_process_leaves_those_before_and_after_it_their_v
 
 
 def test_what_hangs_in_a_group_is_judged_by_a_control_and_the_rest_is_graded(adapter):
-    (graded,), events = grade(adapter, group("fine", "hang", "fine"), timeout_s=1.0)
+    (graded,), events = grade(adapter, group("fine", "hang", "fine"), timeout_s=0.5)
     assert [verdict.status for verdict in graded] == ["scored", "unscorable", "scored"]
-    assert "--verifier-timeout-s 1" in graded[1].reason
+    assert "--verifier-timeout-s 0.5" in graded[1].reason
     assert events["overrun"] == 2
 
 

@@ -98,7 +98,7 @@ def adapters(tmp_path):
 
 def grade(names, *groups, asked=()):
     async def all_of_them():
-        async with sandbox(*names, timeout_s=1.0) as box:
+        async with sandbox(*names, timeout_s=0.5) as box:
             return await asyncio.gather(*(box.grade(group, asked) for group in groups)), box.events
 
     return asyncio.run(all_of_them())
@@ -138,7 +138,7 @@ def test_a_question_is_graded_by_the_rewards_that_it_names_alone(adapters):
 @pytest.mark.integration
 def test_a_groupwise_reward_beside_others_is_refused_before_a_run(adapters):
     async def tried(asked):
-        async with sandbox(*adapters, timeout_s=1.0) as box:
+        async with sandbox(*adapters, timeout_s=0.5) as box:
             return await box.grade_with_each(group("good")[0], asked)
 
     (verdict,) = asyncio.run(tried(adapters[:1]))

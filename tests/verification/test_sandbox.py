@@ -74,7 +74,7 @@ def traps(tmp_path_factory):
 def grader(traps):
     patch = pytest.MonkeyPatch()
     patch.setenv("MY_API_KEY", "hush")
-    grader = Grader(f"{traps}:trap", timeout_s=1.5)
+    grader = Grader(f"{traps}:trap", timeout_s=0.5)
     patch.undo()
     yield grader
     grader.close()
@@ -83,8 +83,8 @@ def grader(traps):
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        ("hang", "--verifier-timeout-s 1.5"),
-        ("hang in C", "--verifier-timeout-s 1.5"),
+        ("hang", "--verifier-timeout-s 0.5"),
+        ("hang in C", "--verifier-timeout-s 0.5"),
         ("memory", "--verifier-memory-mib 2048"),
         ("recursion", "recurses too deeply"),
     ],
@@ -101,7 +101,7 @@ def test_an_overrun_of_what_was_in_time_before_is_an_error(traps, tmp_path):
     flag = tmp_path / "slow"
 
     async def grade():
-        async with sandbox(f"{traps}:trap", timeout_s=1.0) as box:
+        async with sandbox(f"{traps}:trap", timeout_s=0.5) as box:
             first = await verdict_of(box, {"kind": "slow once", "flag": str(flag)})
             flag.touch()
             return first, await verdict_of(box, {"kind": "hang"}), box.events["overrun"]
@@ -110,12 +110,12 @@ def test_an_overrun_of_what_was_in_time_before_is_an_error(traps, tmp_path):
     assert (first.status, num_overruns) == ("scored", 2)
     assert (verdict.status, verdict.cause) == ("error", "overrun")
     assert verdict.reason.endswith(", on a sample that it has graded before")
-    assert "--verifier-timeout-s 1" in verdict.reason
+    assert "--verifier-timeout-s 0.5" in verdict.reason
 
 
 def test_an_overrun_when_nothing_was_ever_graded_is_an_error(traps):
     async def grade():
-        async with sandbox(f"{traps}:trap", timeout_s=1.0) as box:
+        async with sandbox(f"{traps}:trap", timeout_s=0.5) as box:
             return await verdict_of(box, {"kind": "hang"})
 
     verdict = asyncio.run(grade())
@@ -187,7 +187,7 @@ def test_hanging_and_crashing_samples_leave_the_others_alone_and_capacity_return
     nap = f"4321.{os.getpid()}"  # recognisable among the processes of this machine
 
     async def grade():
-        async with sandbox(f"{traps}:trap", timeout_s=1.5) as box:
+        async with sandbox(f"{traps}:trap", timeout_s=0.5) as box:
             await verdict_of(box, {"kind": "fine"})
             kinds = ["hang", "fine", "crash", *["fine"] * 20, "hang", "child"]
             samples = [{"kind": kind, "nap": nap} for kind in kinds]
@@ -242,7 +242,7 @@ def test_hanging_texts_do_not_delay_the_others(traps):
 )
 def test_one_adapter_that_fails_does_not_spoil_the_other(traps, kind, points, status, reward):
     async def grade():
-        async with sandbox(f"{traps}:trap", f"{traps}:fair", timeout_s=1.5) as box:
+        async with sandbox(f"{traps}:trap", f"{traps}:fair", timeout_s=0.5) as box:
             await verdict_of(box, {"kind": "fine", "points": points})
             return await verdict_of(box, {"kind": kind, "points": points})
 
