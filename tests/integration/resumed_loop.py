@@ -13,11 +13,9 @@ import logging
 import os
 import signal
 import sys
-import threading
 import time
 import traceback
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 import ray
@@ -40,14 +38,12 @@ GRACE_S = 5.0
 class Death:
     """SIGKILL of one rank when it begins its `count`-th call, from 1, of `module:Class.method`.
 
-    `after_s`: so long after it has begun, and while it goes on. `needs`: once this file of the
-    run's folder is there, which a thread may be about to write.
+    `needs`: once this file of the run's folder is there, which a thread may be about to write.
     """
 
     where: str
     count: int
     rank: int = 0
-    after_s: float = 0.0
     needs: str = ""
 
 
@@ -104,13 +100,9 @@ def dying(death, folder):
     def replacement(original):
         def call(*arguments, **options):
             if next(calls) == death.count:
-                kill = partial(os.kill, os.getpid(), signal.SIGKILL)
                 awaited(Path(folder, death.needs).exists, death.needs)
-                if death.after_s:
-                    threading.Timer(death.after_s, kill).start()
-                else:
-                    kill()
-                    time.sleep(60)
+                os.kill(os.getpid(), signal.SIGKILL)
+                time.sleep(60)
             return original(*arguments, **options)
 
         return call
