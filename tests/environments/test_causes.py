@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 from players import make_request, make_turn, play
 
 from async_grpo.config.roles import ENVIRONMENT
-from async_grpo.environments import causes
-from async_grpo.environments import episode as episode_module
 from async_grpo.environments import play as module
 from async_grpo.environments.base import Environment, EpisodeFailed, FailureClass, ModelError
 from async_grpo.environments.causes import (
@@ -27,13 +25,6 @@ from async_grpo.environments.causes import (
 )
 from async_grpo.types import Verdict
 from async_grpo.util.errors import DeadlineError, ServerAway
-
-
-@pytest.fixture(autouse=True)
-def _at_once(monkeypatch):
-    monkeypatch.setattr(episode_module, "AFTER_LOSS_S", 0.0)
-    monkeypatch.setattr(module, "LOOK_INTERVAL_S", 0.01)
-    monkeypatch.setattr(causes, "FIRST_PAUSE_S", 0.01)
 
 
 @given(st.sampled_from(Cause), st.booleans(), st.integers(1, 9))

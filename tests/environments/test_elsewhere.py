@@ -16,7 +16,6 @@ from async_grpo.batching.leased_work import SlotFailed
 from async_grpo.batching.pipeline import SlotPipeline
 from async_grpo.batching.records import BatcherPlan
 from async_grpo.config.roles import ENVIRONMENT
-from async_grpo.environments import episode
 from async_grpo.environments.environment_worker import EnvironmentWorker
 from async_grpo.environments.find import users_environment
 from async_grpo.types import Episode, PlayedGroup, RunId, WeightsVersion
@@ -27,8 +26,7 @@ CONFIG = make_config(max_generation_tokens=8, max_tokens_per_gpu=64)
 
 
 @pytest.fixture(autouse=True)
-def _at_once(monkeypatch):
-    monkeypatch.setattr(episode, "AFTER_LOSS_S", 0.0)
+def _leases_at_once(monkeypatch):
     monkeypatch.setattr(leased_work, "TRIES_AFTER_S", (0.0, 0.0, 0.0))
 
 

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from players import Scripted, make_request, play
 
-from async_grpo.environments import episode as episode_module
 from async_grpo.environments.base import Environment, EpisodeFailed, FailureClass
 from async_grpo.environments.chat.template import TemplateRenderer
 from async_grpo.types import JudgeAnswer, Question, SamplingContract
@@ -110,8 +109,7 @@ def test_a_user_of_a_judge_s_model_speaks_until_it_has_what_it_wants():
     assert "Assistant: Ha\nAssistant: Ho" in speaking.heard[-1][0]["content"]
 
 
-def test_a_user_whose_model_is_lost_is_an_error_and_no_low_score(monkeypatch):
-    monkeypatch.setattr(episode_module, "AFTER_LOSS_S", 0.0)
+def test_a_user_whose_model_is_lost_is_an_error_and_no_low_score():
     lost = [ProcessLostError("the judge has died")] * 9
     with pytest.raises(EpisodeFailed, match="judge user failed 3 times") as caught:
         played(USER, Speaking(judge=lost))

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from players import Scripted, make_request, make_turn, play
 
-from async_grpo.environments import episode as episode_module
 from async_grpo.environments import play as module
 from async_grpo.environments.base import Environment, EpisodeFailed, FailureClass, ModelError
 from async_grpo.environments.environment_worker import EnvironmentWorker
@@ -16,11 +15,6 @@ from async_grpo.types import Verdict
 from async_grpo.util.user_code import UserCode
 
 LONG_S = 10.0
-
-
-@pytest.fixture(autouse=True)
-def _at_once(monkeypatch):
-    monkeypatch.setattr(episode_module, "AFTER_LOSS_S", 0.0)
 
 
 # By name: what an environment does between two turns.

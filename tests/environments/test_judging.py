@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from players import Scripted, make_request, play
 from two_turns import TwoTurns
 
-from async_grpo.environments import episode as episode_module
 from async_grpo.environments.base import EpisodeFailed, FailureClass
 from async_grpo.environments.judging import choice, ranking, score
 from async_grpo.types import JudgeAnswer, Verdict
@@ -17,11 +16,6 @@ from async_grpo.util.errors import ProcessLostError
 LOST = ProcessLostError("the judge has died")
 GOOD, BAD = "VERDICT: good", "Let me think.\nVERDICT: bad\n"
 QUESTION = [{"role": "user", "content": "Is 20 right?"}]
-
-
-@pytest.fixture(autouse=True)
-def _at_once(monkeypatch):
-    monkeypatch.setattr(episode_module, "AFTER_LOSS_S", 0.0)
 
 
 class Court(Scripted):

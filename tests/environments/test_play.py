@@ -10,7 +10,6 @@ import pytest
 from players import Scripted, make_request, play
 from two_turns import TwoTurns
 
-from async_grpo.environments import episode as episode_module
 from async_grpo.environments import play as module
 from async_grpo.environments.base import Environment, EpisodeFailed, FailureClass
 from async_grpo.environments.environment_worker import EnvironmentWorker
@@ -22,12 +21,6 @@ from async_grpo.util.user_code import UserCode
 OWN = ZeroDivisionError("mine")
 LOST = ProcessLostError("the engine has died")
 ONE = make_request(num_samples=1)
-
-
-@pytest.fixture(autouse=True)
-def _at_once(monkeypatch):
-    monkeypatch.setattr(episode_module, "AFTER_LOSS_S", 0.0)
-    monkeypatch.setattr(module, "LOOK_INTERVAL_S", 0.01)
 
 
 class Guess(TwoTurns):

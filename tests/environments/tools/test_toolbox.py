@@ -166,12 +166,6 @@ def answered_by(index, *words, is_idempotent=False):
     return asyncio.run(scenario()), told
 
 
-@pytest.fixture
-def _at_once(monkeypatch):
-    monkeypatch.setattr(causes, "FIRST_PAUSE_S", 0.01)
-
-
-@pytest.mark.usefixtures("_at_once")
 @pytest.mark.parametrize(
     ("error", "is_idempotent"), [(ConnectionRefusedError(), False), (ConnectionResetError(), True)]
 )
@@ -183,7 +177,6 @@ def test_a_call_whose_server_is_away_is_made_again_with_the_same_arguments(error
     assert told == [f"tool look: {error!r}"]
 
 
-@pytest.mark.usefixtures("_at_once")
 @pytest.mark.parametrize(
     ("error", "cause"),
     [(ConnectionResetError(), Cause.SERVER), (RuntimeError("no idea"), Cause.UNKNOWN)],
@@ -195,7 +188,6 @@ def test_a_call_that_may_have_arrived_is_not_made_twice(error, cause):
     assert (index.asked, caught.value.cause) == (["owl"], cause)
 
 
-@pytest.mark.usefixtures("_at_once")
 def test_a_server_that_answers_all_others_is_not_away_for_the_arguments_of_one():
     results, _ = answered_by(Index(ConnectionRefusedError(), times=0), "", "owl", "fox", "elk")
     assert [result.is_mistake for result in results] == [True, False, False, False]
