@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from effort import histories
 from hypothesis import settings
 from xdist.scheduler import LoadFileScheduling
 
@@ -40,7 +41,7 @@ sys.path[:0] = [str(HERE), *(str(HERE / room) for room in ROOMS)]
 gc.disable()  # until all is imported: a third of the time that collecting the tests takes
 
 # On a busy machine the same example may take ten times as long as it did before.
-settings.register_profile("any-machine", deadline=None)
+settings.register_profile("any-machine", deadline=None, max_examples=histories(50, full=500))
 settings.load_profile("any-machine")
 
 
