@@ -81,17 +81,27 @@ def dispatcher(address, model, *options, env=None):
 
 
 def trainer(
-    address, model, questions, output, *options, ranks=0, env=None, script="trainer_core.py"
+    address, model, questions, output, *options, ranks=1, env=None, script="trainer_core.py"
 ):
-    """`trainer_core.py`, or another like it, under torchrun when there are `ranks`."""
+    """`trainer_core.py`, or another like it, which starts its `ranks` by itself."""
+    run = of_a_run(address, model, questions, output)
+    return Command(script, "--nproc-per-node", ranks, *run, *options, env=env)
+
+
+def under_torchrun(address, model, questions, output, *options, ranks):
+    """The same where torchrun starts the ranks."""
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks)
-    return Command(
-        *(torchrun if ranks else ()),
-        *(script, "--model-name-or-path", model, "--data-path", questions),
+    run = of_a_run(address, model, questions, output)
+    return Command(*torchrun, "trainer_core.py", *run, *options)
+
+
+def of_a_run(address, model, questions, output):
+    """Options of a small run."""
+    return (
+        *("--model-name-or-path", model, "--data-path", questions),
         *("--output-dir", output, "--ray-address", address, "--batch-size", 4),
         *("--samples-per-question", 4, "--max-generation-tokens", 16, "--max-tokens-per-gpu", 512),
-        *("--trackers", "", *options),
-        env=env,
+        *("--trackers", ""),
     )
 
 

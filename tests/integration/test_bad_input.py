@@ -7,7 +7,7 @@ import signal
 from functools import partial
 
 import pytest
-from commands import dispatcher, trainer
+from commands import dispatcher, trainer, under_torchrun
 from private_cluster import PrivateCluster, environment
 
 from async_grpo.run.output_folder import LOCK_FILE
@@ -60,7 +60,9 @@ def nothing(_model, tmp_path):
     [
         ("dispatcher", nothing, r"'.*nothing' is neither"),
         again("trainer", no_weights, r"must hold weights"),
-        ("trainer", small_vocabulary, r"tokenizer .* must not know more tokens .* \(50\), got 78"),
+        again(
+            "trainer", small_vocabulary, r"tokenizer .* must not know more tokens .* \(50\), got 78"
+        ),
     ],
 )
 def test_a_model_that_cannot_be_used(
@@ -95,6 +97,7 @@ def test_questions_that_cannot_be_used(line, options, sentence, ray_cluster, tin
     assert left_in(output) == set()
 
 
+@pytest.mark.slow  # tests/checkpoint/test_resume.py has the sentence
 def test_an_output_folder_that_holds_a_run(ray_cluster, tiny_model, questions, tmp_path):
     (tmp_path / "training_metrics.jsonl").write_text("precious")
     error = only_error(trainer(ray_cluster, tiny_model, questions, tmp_path))
@@ -136,13 +139,10 @@ def test_workers_that_cannot_be_started(options, sentence, ray_cluster, tiny_mod
     assert sentence in only_error(dispatcher(ray_cluster, tiny_model, *options))
 
 
-LOCAL_RANKS = ("--nproc-per-node", 2)
-
-
 def test_our_own_launcher_ends_with_the_sentence_alone(ray_cluster, tiny_model, tmp_path):
     data = tmp_path / "questions.jsonl"
     data.write_text('{"input": "1+2="}\n{"input": 7}')
-    command = trainer(ray_cluster, tiny_model, data, tmp_path / "run", *LOCAL_RANKS)
+    command = trainer(ray_cluster, tiny_model, data, tmp_path / "run", ranks=2)
     assert "line 2, column 'input': expected non-empty text, got 7" in only_error(command)
 
 
@@ -153,9 +153,8 @@ def test_our_own_launcher_ends_with_the_sentence_alone(ray_cluster, tiny_model, 
 def test_ranks_that_wait_for_workers_end_with_the_sentence_alone(
     number, code, ray_cluster, tiny_model, questions, tmp_path
 ):
-    options = (*LOCAL_RANKS, "--namespace", "nobody")
-    output = tmp_path / "run"
-    with trainer(ray_cluster, tiny_model, questions, output, *options) as command:
+    run = (ray_cluster, tiny_model, questions, tmp_path / "run", "--namespace", "nobody")
+    with trainer(*run, ranks=2) as command:
         command.wait_for("waiting for a generation worker to load", timeout_s=TIMEOUT_S)
         command.send(number)
         assert command.wait(timeout_s=60) == code
@@ -165,7 +164,7 @@ def test_ranks_that_wait_for_workers_end_with_the_sentence_alone(
 
 def test_torchrun_ends_with_the_one_sentence(tiny_model, questions, tmp_path):
     data = tmp_path / "nothing.jsonl"
-    with trainer(NOWHERE, tiny_model, data, tmp_path / "run", ranks=2) as command:
+    with under_torchrun(NOWHERE, tiny_model, data, tmp_path / "run", ranks=2) as command:
         assert command.wait(timeout_s=TIMEOUT_S) == 1
         lines = command.err.splitlines()
         sentences = [line for line in lines if "--data-path must be an existing file" in line]

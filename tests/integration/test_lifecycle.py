@@ -10,7 +10,7 @@ import signal
 
 import pytest
 import ray
-from commands import dispatcher, trainer, wait_until
+from commands import dispatcher, trainer, under_torchrun, wait_until
 from loops import num_registered, read_lines
 from private_cluster import environment, is_running
 from tiny_models import make_model
@@ -92,16 +92,15 @@ def members(role):
     return Cluster().wait(controller.members.remote(role), timeout_s=30, who="the controller")
 
 
-def train(ray_cluster, untied_model, questions, output, *options, batches, ranks=0):
-    options = ("--num-training-batches", batches, *options, *NAMESPACE)
-    return trainer(ray_cluster, untied_model, questions, output, *options, ranks=ranks)
+def train(*run, batches, by=trainer, ranks=1):
+    return by(*run, "--num-training-batches", batches, *NAMESPACE, ranks=ranks)
 
 
 def test_a_trainer_can_be_ended_at_any_time_and_run_again_at_once(
     ray_cluster, generation, untied_model, questions, tmp_path
 ):
     common = (ray_cluster, untied_model, questions)
-    with train(*common, tmp_path / "a", batches=10_000, ranks=2) as first:
+    with train(*common, tmp_path / "a", batches=10_000, by=under_torchrun, ranks=2) as first:
         first.wait_for("step 1 ", timeout_s=READY_S)
         with train(*common, tmp_path / "b", batches=1) as second:
             assert second.wait(timeout_s=READY_S) == 1
@@ -117,18 +116,6 @@ def test_a_trainer_can_be_ended_at_any_time_and_run_again_at_once(
         assert third.wait(timeout_s=READY_S) == 0, third.err
         assert "Traceback" not in third.err
     assert len(members(GENERATION)) == 1
-
-
-def test_a_reference_that_nobody_serves_is_told_with_its_remedy(
-    ray_cluster, generation, untied_model, questions, tmp_path
-):
-    options = ("--kl-coefficient", 0.1, "--worker-timeout-s", 1)
-    common = (ray_cluster, untied_model, questions, tmp_path / "run")
-    with train(*common, *options, batches=1) as command:
-        assert command.wait(timeout_s=60) == 1
-        error = command.err.splitlines()[-1]
-        assert "a reference worker (the KL coefficient is not 0), start one with `python" in error
-        assert not (tmp_path / "run").exists()
 
 
 def test_workers_of_one_run_grade_alike(ray_cluster, generation, untied_model):
