@@ -39,7 +39,7 @@ pytestmark = pytest.mark.integration
 TOLERANCE = 5e-6
 NAMESPACE = "loop"
 BATCHES, BATCH, MINIBATCH, GROUP = 3, 6, 3, 4
-UPDATES, PERIOD = updates(10), 2
+UPDATES, PERIOD = updates(6), 2
 AHEAD = {
     "num_training_batches": UPDATES + 2,
     "max_staleness": 1,
