@@ -5,9 +5,9 @@ BIN := .venv/bin
 DEVICE_FILES := /dev/nvidia[0-9]*
 TEST_VENV := $(if $(and $(wildcard $(DEVICE_FILES)),$(filter-out cpu,$(or $(DEVICE),gpu))),.venv-cpu,.venv)
 SOURCES := async_grpo tests sample-data tools $(wildcard *.py) $(wildcard benchmarks)
-# Modules are searched for doctests too. Three files at a time, on two cores: a cluster that starts
+# Modules are searched for doctests too. Four files at a time, on two cores: a cluster that starts
 # is mostly waiting. In the order of tests/conftest.py, not by the number of a file's tests.
-PYTEST := $(TEST_VENV)/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder \
+PYTEST := $(TEST_VENV)/bin/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder \
 	tests async_grpo sample-data benchmarks
 
 .DEFAULT_GOAL := help
