@@ -17,13 +17,13 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from async_grpo.algorithms.base import ScoreNeed
-from async_grpo.batching.batcher import ExperienceBatcher
 from async_grpo.batching.leased_work import Scores
 from async_grpo.batching.packing import estimate_cost
 from async_grpo.batching.records import BatcherPlan
 from async_grpo.config.roles import GENERATION, REFERENCE, TEACHER, VERIFIER, role_of
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.controller.registry import WorkerRegistry
+from async_grpo.controller.served_run import ServedRun
 from async_grpo.planning import clock
 from async_grpo.planning.rates import (
     ControlCosts,
@@ -145,9 +145,9 @@ def simulate(
     scenario: Scenario,
     *,
     num_steps: int = 0,
-    make: Callable[..., ExperienceBatcher] = ExperienceBatcher,
+    make: Callable[..., ServedRun] = ServedRun,
 ) -> list[Step]:
-    """The first `num_steps` gradient steps of the run, or all; `make` is the batcher's class."""
+    """The first `num_steps` gradient steps of the run, or all; `make` has its batcher."""
 
     async def run() -> list[Step]:
         whole = scenario.num_batches * scenario.steps_per_batch
@@ -259,7 +259,7 @@ class _Run:
     def __init__(
         self,
         scenario: Scenario,
-        make: Callable[..., ExperienceBatcher],
+        make: Callable[..., ServedRun],
         publications: asyncio.TaskGroup,
     ) -> None:
         self.scenario, self._publications = scenario, publications
@@ -276,7 +276,7 @@ class _Run:
             role: WorkerRegistry(role_of(role)) for role in {each.role for each in self._workers}
         }
         self._rules = _Rules(self)
-        self._batcher = make(_plan_of(scenario, self._rules), self._registries.__getitem__)
+        self._served = make(_plan_of(scenario, self._rules), self._registries.__getitem__)
         self._seconds = self._seconds_until_now()
 
     async def train(self, num_steps: int) -> list[Step]:
@@ -288,7 +288,7 @@ class _Run:
         for index in itertools.count(1):
             await asyncio.sleep(0)
             if not asked.done():
-                await self._batcher.hungry(index - 1)
+                await self._served.batcher.hungry(index - 1)
             answers = await asked
             asked = asyncio.create_task(self._ask(index), name=f"ask-{index}")
             for items in zip(*answers, strict=True):
@@ -319,12 +319,12 @@ class _Run:
             await self._registries[worker.role].register(info, clock.Local(worker))  # type: ignore[arg-type]
         for registry in self._registries.values():
             await registry.publish(WeightsSnapshot(FIRST, ()), timeout_s=FOREVER_S)
-        await self._batcher.published(FIRST)
+        await self._served.published(FIRST)
 
     async def _ask(self, index: int) -> list[StreamItems]:
         """What every rank gets."""
-        ranks = range(self.scenario.num_ranks)
-        answers = await asyncio.gather(*(self._batcher.next_items(rank, index) for rank in ranks))
+        ranks, take = range(self.scenario.num_ranks), self._served.batcher.next_items
+        answers = await asyncio.gather(*(take(rank, index) for rank in ranks))
         await self.control.work(len(ranks) * self.scenario.control.item_s)
         return answers
 
@@ -366,7 +366,7 @@ class _Run:
         await asyncio.sleep(self.scenario.sync.transfer_s)
         snapshot = WeightsSnapshot(FIRST._replace(batches=batches), ())
         await self._registries[GENERATION].publish(snapshot, timeout_s=FOREVER_S)
-        await self._batcher.published(snapshot.version)
+        await self._served.published(snapshot.version)
 
 
 def _plan_of(scenario: Scenario, rules: _Rules) -> BatcherPlan:

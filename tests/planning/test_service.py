@@ -6,8 +6,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from async_grpo.batching.batcher import ExperienceBatcher
 from async_grpo.batching.rounds import RoundFormer
+from async_grpo.controller.served_run import ServedRun
 from async_grpo.planning import clock
 from async_grpo.planning.clock import Engine
 from async_grpo.planning.rates import (
@@ -52,13 +52,13 @@ TAIL = dataclasses.replace(
 )  # fmt: skip
 
 
-class Greedy(ExperienceBatcher):
+class Greedy(ServedRun):
     """A round goes out whenever trainers ask and anything is ready."""
 
     def __init__(self, plan, *others):
         super().__init__(plan, *others)
         batching = plan.config.batching
-        self._rounds = RoundFormer(
+        self.batcher._rounds = RoundFormer(
             plan.num_ranks,
             max_tokens=batching.max_tokens_per_gpu,
             steps_per_batch=batching.steps_per_batch,
