@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from learners import trained_step
 from oracle import make_config, make_row, sample_of_rows
-from test_recorder import facts, samples
+from test_minibatch_recorder import facts, samples
 
 from async_grpo.model.collate import collate
 from async_grpo.training.minibatch_codec import decode, encode, frame, read_frames
