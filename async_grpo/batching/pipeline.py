@@ -47,6 +47,7 @@ from async_grpo.types import (
     PlayedGroup,
     Question,
     Sample,
+    ServiceRequest,
     Turn,
     Verdict,
     VerificationRequest,
@@ -100,11 +101,14 @@ class SlotPipeline:
             self.stages.take(time.monotonic()) | self.scoring.take_clock() | judged | lost | sampled
         )
 
-    def judged(self, request: JudgeRequest, answer: JudgeAnswer) -> None:
-        """An environment has asked a judge."""
-        self._judged.update(
-            judge_answers=1, judge_tokens=answer.num_tokens, judge_asked_again=request.is_again
-        )
+    def answered(self, request: object, answer: object) -> None:
+        """An environment has been answered: what judges and services say is counted."""
+        if isinstance(request, JudgeRequest) and isinstance(answer, JudgeAnswer):
+            self._judged.update(
+                judge_answers=1, judge_tokens=answer.num_tokens, judge_asked_again=request.is_again
+            )
+        elif isinstance(request, ServiceRequest):
+            self._judged["service_answers"] += 1
 
     def sampled(self, books: SlotBooks) -> None:
         """A group was sampled, or given up."""

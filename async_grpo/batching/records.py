@@ -72,6 +72,7 @@ class BatcherPlan:
     resume: ResumePoint | None = None  # None: from the first question
     environment: UserCode | None = None  # of types without their own; None: one answer
     environments: Mapping[str, UserCode | None] = field(default_factory=dict)  # own ones, by type
+    services: tuple[str, ...] = ()  # roles of the user's own that environments ask
     max_positions: int = sys.maxsize  # of the model, in tokens
     pairs: Sequence[GivenPair] = ()  # a `data.table.GivenTable`
     # ordinal -> indices of the pairs of its slot; none where it asks a question

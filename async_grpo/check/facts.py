@@ -26,7 +26,6 @@ from async_grpo.check.worker_tables import Tried, try_here
 from async_grpo.checkpoint.resume import find_start
 from async_grpo.cluster import head
 from async_grpo.cluster.head import ClusterResources
-from async_grpo.config.roles import GENERATION, JUDGE, LOGPROB, TEACHER
 from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.gateway.run_gateway import free_address
 from async_grpo.model.hub import local_folder
@@ -43,7 +42,6 @@ from async_grpo.util.errors import AsyncGrpoError
 
 WEIGHTS_S = 2.0  # of looking at their values
 SHARED_MEMORY = Path("/dev/shm")
-WITH_MODEL = (GENERATION, LOGPROB, TEACHER, JUDGE)
 MOST_VERIFIED_BYTES = 1 << 30  # of checkpoints, whose bytes a start reads
 
 
@@ -173,7 +171,7 @@ def _worker_model(
 ) -> Known[ModelFacts] | None:
     """The model of a worker that serves one from this machine's disk, if it is there yet."""
     path = worker.model_path
-    if worker.mode not in WITH_MODEL or worker.judge_url or setup.is_prepared(path):
+    if not worker.serves_model or setup.is_prepared(path):
         return None
     if path == setup.train.places.model_name_or_path:
         return trained

@@ -27,6 +27,7 @@ from async_grpo.cli.origin import check_origin, trust_option
 from async_grpo.cli.run_processes import COMMAND
 from async_grpo.cli.train import QUIET
 from async_grpo.config.option import groups_of
+from async_grpo.config.worker_config import check_services
 from async_grpo.devices.inventory import usable_devices
 from async_grpo.launch.child_processes import ChildProcess
 from async_grpo.model.model_folder import ModelFacts
@@ -104,6 +105,7 @@ def findings_of(
     try:
         run = _read(file, options)
         check_origin(run, file=file, typed=options, trusted=trusted)
+        check_services(run.workers)
     except click.UsageError as error:
         return [Finding("error", "options", " ".join(error.format_message().split()))]
     except AsyncGrpoError as error:

@@ -33,7 +33,7 @@ from async_grpo.cli.run_file import (
 from async_grpo.cli.train import check_algorithm, config_of
 from async_grpo.cli.train import main as train
 from async_grpo.cli.worker import main as worker
-from async_grpo.config.worker_config import WorkerConfig
+from async_grpo.config.worker_config import WorkerConfig, check_services
 from async_grpo.util import deadlines
 from async_grpo.util.errors import ConfigError
 from async_grpo.util.run_folder import newest_checkpoint
@@ -144,6 +144,7 @@ def planned(*, trust: bool = False, starts: bool = True, **options: Any) -> Loca
     with users_code_confined(trusted=trust or starts):
         check_algorithm(run.train)
         check_environments(run.train.environments)
+        check_services(run.workers)
         if run.starts_head:
             check_roles(run.train, brought_by(run.workers), where=options["config"])
     return run

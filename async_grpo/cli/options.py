@@ -173,7 +173,10 @@ class _Choice(click.ParamType):
     name = "choice"
 
     def __init__(self, choices: tuple[str, ...], once: Mapping[str, str]) -> None:
-        """`once`: other words for some of them, in lower case."""
+        """`once`: other words for some of them, in lower case.
+
+        A choice with a colon stands for any: what has one names a class of the user's.
+        """
         self.choices = choices
         self._once = once
 
@@ -181,7 +184,7 @@ class _Choice(click.ParamType):
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
         found = [choice for choice in self.choices if choice.startswith(incomplete)]
-        return [CompletionItem(choice) for choice in found if choice]
+        return [CompletionItem(choice) for choice in found if choice and ":" not in choice]
 
     def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
         return "[" + "|".join(filter(None, self.choices)) + "]"
@@ -189,6 +192,8 @@ class _Choice(click.ParamType):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         words = {choice.casefold(): choice for choice in self.choices} | dict(self._once)
         found = words.get(str(value).casefold())
+        if found is None and ":" in str(value) and any(":" in choice for choice in self.choices):
+            return str(value)
         if found is None:
             known = ", ".join(filter(None, self.choices))
             self.fail(f"{value!r} is not one of {known}", param, ctx)

@@ -97,7 +97,7 @@ def _code_of(run: LocalRun) -> list[tuple[str, str]]:
     named = [("environment", name) for name in sorted(run.train.environments)]
     named += [("algorithm", run.train.objective.algorithm)]
     for each in run.workers:
-        named += [("reward_fns", name) for name in each.reward_names]
+        named += [("mode", each.mode), *(("reward_fns", name) for name in each.reward_names)]
         found += [("judge_url", each.judge_url)] if each.judge_url else []  # which is sent a key
         if each.reward_registry != REGISTRY:
             found.append(("reward_registry", each.reward_registry))

@@ -19,7 +19,6 @@ from async_grpo.cli.launch_file import launch
 from async_grpo.cli.local_run import RUN_FILE, LocalRun, options_of_run, read_run
 from async_grpo.cli.options import CONTEXT
 from async_grpo.cli.origin import check_origin, trust_option
-from async_grpo.config.roles import ENVIRONMENT, VERIFIER
 from async_grpo.util.errors import AsyncGrpoError, ConfigError, UnfitModel
 
 if TYPE_CHECKING:
@@ -120,11 +119,7 @@ def asked_of(run: LocalRun, fleet: Fleet, *, shape_of: str = "") -> Asked:
     """A run with the sizes of its models."""
     from async_grpo.planning.asked import Asked
 
-    with_model = {
-        number: each
-        for number, each in enumerate(run.workers)
-        if each.mode not in (VERIFIER, ENVIRONMENT) and not each.judge_url
-    }
+    with_model = {number: each for number, each in enumerate(run.workers) if each.serves_model}
     return Asked(
         train=run.train,
         workers=run.workers,

@@ -110,7 +110,7 @@ def remote_dispatcher_of(run: LocalRun, number: int, *, name: str, node: Node) -
 
 def name_of(run: LocalRun, number: int) -> str:
     """What the workers of a table are called, in the names of logs too."""
-    modes = [config.mode for config in run.workers]
+    modes = [config.kind for config in run.workers]
     mode = modes[number]
     return mode if modes.count(mode) == 1 else f"{mode}_{number}"
 

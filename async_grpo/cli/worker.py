@@ -19,7 +19,7 @@ from async_grpo.cli.boundary import command_boundary
 from async_grpo.cli.options import CONTEXT, OptionsCommand, options_of
 from async_grpo.cli.run_file import config_option
 from async_grpo.config.roles import GENERATION
-from async_grpo.config.worker_config import WorkerConfig
+from async_grpo.config.worker_config import WorkerConfig, check_services
 from async_grpo.launch import interrupts
 from async_grpo.model.hub import local_folder
 from async_grpo.model.model_folder import check_files, check_tokenizer_files, stated_positions
@@ -59,6 +59,7 @@ def main(**options: Any) -> None:
 
 def serve(config: WorkerConfig) -> None:
     """Serve until the cluster ends, and this process with it; raises what went wrong before."""
+    check_services([config])
     if config.model_path and not config.judge_url:
         folder = local_folder(config.model_path, revision=config.model_revision)
         config = replace(config, model_path=folder)

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
         Pulse,
         RowKey,
         RunStatus,
+        ServiceRequest,
         Standing,
         StreamItems,
         Turn,
@@ -88,7 +89,8 @@ class WorkerHandle(Protocol):
     join_express: Method[[object, int], None]
     serve_express: Method[[object], None]
     play: Method[[EpisodesRequest], PlayedGroup]  # of environments
-    judge: Method[[JudgeRequest], JudgeAnswer]  # of judges
+    # Of judges, and of services of the user's own.
+    answer: Method[[JudgeRequest | ServiceRequest], JudgeAnswer | bytes]
     verify: Method[[GradingRequest], tuple[Verdict, ...]]  # of verifier pools, as all below
     try_out: Method[[GradingRequest], tuple[Verdict, ...]]
     take_share: Method[[int], None]

@@ -19,21 +19,26 @@ from async_grpo.config.option import (
     option,
 )
 from async_grpo.config.roles import (
-    ENVIRONMENT,
     GENERATION,
     JUDGE,
     LOGPROB,
     MODES,
     REFERENCE,
+    SERVICE,
     TEACHER,
     VERIFIER,
+    ServiceTerms,
     judge,
+    name_of_class,
+    service,
     teacher,
 )
 from async_grpo.util.deadlines import LEASE_S
 from async_grpo.util.errors import ConfigError
 
 DEFAULT_MAX_NUM_SEQS = 64
+WITH_MODEL = (GENERATION, LOGPROB, TEACHER, JUDGE)
+USERS_OWN = "path/to/file.py:Name"  # in the place of a mode; what has a colon is one
 SWITCHES = {  # that were: an option says the same where others see it
     "ASYNC_GRPO_VERIFIER_NAMESPACES": "--unconfined-rewards",
     "ASYNC_GRPO_ALLOW_UNCONFINED_CODE": "--unconfined-code",
@@ -84,10 +89,12 @@ class WorkerConfig(Options):
 
     model_path: str = option("", group="Usual options")
     """Hugging Face folder of a causal language model; verifiers and environments need none"""
-    mode: str = option(GENERATION, choices=MODES)
-    """what the workers do; logprob scores with the reference model"""
+    mode: str = option(GENERATION, choices=(*MODES, USERS_OWN))
+    """what the workers do; logprob scores with the reference model, a class of yours is a service
+    that environments ask"""
     name: str = option("")
-    """(teacher, judge) the name by which an algorithm, or an environment, asks for this model"""
+    """(teacher, judge, service) the name by which an algorithm, or an environment, asks for it; of
+    a service by default its class' name, in lower case with _ between words"""
     num_workers: int = option(1, must=AT_LEAST_1)
     """workers to start on this node"""
     reward_fns: str = option("math_verify")
@@ -185,13 +192,13 @@ class WorkerConfig(Options):
                 "must name at least one adapter",
                 "for example --reward-fns countdown",
             )
-        if bool(self.name) != (self.mode in (TEACHER, JUDGE)):
+        if self.kind != SERVICE and bool(self.name) != (self.mode in (TEACHER, JUDGE)):
             raise self.refusal(
                 "name",
                 "must be given with --mode teacher or judge, and only then",
                 "for example --mode teacher --name math",
             )
-        if not self.model_path and self.mode not in (VERIFIER, ENVIRONMENT):
+        if not self.model_path and self.mode in WITH_MODEL:
             raise self.refusal(
                 "model_path",
                 f"must be given with --mode {self.mode}",
@@ -242,9 +249,26 @@ class WorkerConfig(Options):
         return self.gpu_memory_utilization or shared
 
     @property
+    def kind(self) -> str:
+        """Its mode; that of a class of the user's is `SERVICE`."""
+        return SERVICE if ":" in self.mode else self.mode
+
+    @property
+    def terms(self) -> ServiceTerms:
+        """What such a class says; raises `ConfigError` for one that is no service."""
+        return ServiceTerms.read(self.mode)
+
+    @property
+    def serves_model(self) -> bool:
+        """Whether its workers load one."""
+        return self.mode in WITH_MODEL and not self.judge_url
+
+    @property
     def num_devices(self) -> int:
         """That each worker takes, on a machine that has any."""
-        if self.judge_url or self.mode in (VERIFIER, ENVIRONMENT):
+        if self.kind == SERVICE:
+            return self.terms.devices
+        if not self.serves_model:
             return 0
         return self.tensor_parallel_size if self.mode in (GENERATION, JUDGE) else 1
 
@@ -255,12 +279,15 @@ class WorkerConfig(Options):
             return teacher(self.name)
         if self.mode == JUDGE:
             return judge(self.name)
+        if self.kind == SERVICE:
+            return service(self.name or name_of_class(self.mode))
         return REFERENCE if self.mode == LOGPROB else self.mode
 
     @property
     def capacity(self) -> int:
-        """Sequences or episodes at a time, unless an engine on a device takes vLLM's own number."""
-        return self.max_num_seqs or DEFAULT_MAX_NUM_SEQS
+        """Sequences, episodes or requests at a time, unless an engine on a device takes vLLM's."""
+        stated = self.terms.capacity if self.kind == SERVICE else DEFAULT_MAX_NUM_SEQS
+        return self.max_num_seqs or stated
 
     @property
     def verifier_variables(self) -> tuple[str, ...]:
@@ -271,6 +298,18 @@ class WorkerConfig(Options):
     def reward_names(self) -> tuple[str, ...]:
         """The adapters that grade every sample."""
         return names_in(self.reward_fns)
+
+
+def check_services(workers: Iterable[WorkerConfig]) -> None:
+    """Raise `ConfigError` for a class that is no service, or two of one name."""
+    named: dict[str, WorkerConfig] = {}
+    for each in workers:
+        if each.kind == SERVICE and each.terms != named.setdefault(each.role, each).terms:
+            raise each.refusal(
+                "mode",
+                f"must be that of every {each.role} worker, {named[each.role].mode}",
+                "give one of them another --name",
+            )
 
 
 def refuse_switches() -> None:

@@ -23,7 +23,7 @@ import ray
 
 from async_grpo.batching.records import BatcherPlan
 from async_grpo.cluster.cluster import Cluster
-from async_grpo.config.roles import VERIFIER, role_of
+from async_grpo.config.roles import VERIFIER, is_service, role_of, service
 from async_grpo.controller.heartbeat import until_gone
 from async_grpo.controller.leases import Lease
 from async_grpo.controller.registry import WorkerRegistry, registry_with
@@ -147,6 +147,10 @@ class Controller:
 
     async def roles(self) -> tuple[str, ...]:
         """The names of the roles that have had a worker."""
+        return self._known_roles
+
+    @property
+    def _known_roles(self) -> tuple[str, ...]:
         known = self._registries.items()
         return tuple(name for name, registry in known if registry.history.counts["registered"])
 
@@ -297,6 +301,7 @@ class Controller:
         `prefer`: a worker's id, a hint. `owner`: the lease under which the asker works itself; the
         work ends with it. Raises `LeaseLost` when the worker was lost, or the asker's own lease.
         """
+        self._check_service(role)
         owning = None if owner is None else self._lease(owner)
         work = partial(
             self._current(run).ask,
@@ -320,18 +325,30 @@ class Controller:
             )
         return self._registries[role]
 
+    def _check_service(self, role: str) -> None:
+        """Raise `ConfigError` for a service of which there has never been a worker."""
+        if is_service(role) and role not in (known := self._known_roles):
+            names = sorted(each.removeprefix(service("")) for each in known if is_service(each))
+            raise ConfigError(
+                f"a service must be one of {', '.join(names) or 'those that have had a worker'}, "
+                f"got services[{role.removeprefix(service(''))!r}]: correct the name, or start it "
+                "with --mode path/to/file.py:Name (--name names it, else its class)"
+            )
+
     def _check_model(self, info: WorkerInfo) -> None:
-        """All teachers of one name are one model, for as long as a run lasts."""
+        """All teachers, or services, of one name are the same, for as long as a run lasts."""
         if role_of(info.role).follows != "own":
             return
         known = self._teachers.get(info.role)
         is_used = self._run is not None or self.registry_of(info.role).members
         if known and is_used and known.model_hash != info.model_hash:
+            what, remedy = "model", "start it with the same --model-path"
+            if is_service(info.role):
+                what, remedy = "class", "stop the others first"
             raise ConfigError(
-                f"every {info.role} worker must serve the same model: {known.model_path} of "
+                f"every {info.role} worker must serve the same {what}: {known.model_path} of "
                 f"worker {known.worker_id} has the sha256 {known.model_hash[:12]}, got "
-                f"{info.model_path} with {info.model_hash[:12]}: start it with the same "
-                "--model-path, or under another --name"
+                f"{info.model_path} with {info.model_hash[:12]}: {remedy}, or under another --name"
             )
         self._teachers[info.role] = info
 

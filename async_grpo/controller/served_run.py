@@ -28,7 +28,6 @@ from async_grpo.types import (
     Control,
     GenerationRequest,
     HeadRequest,
-    JudgeAnswer,
     OutageRequest,
     PipelineStatus,
     RunId,
@@ -77,7 +76,8 @@ class ServedRun:
         self._registry_of = registry_of
         self._stall_timeout_s = config.places.stall_timeout_s
         scorers = named((need.role for need in plan.rules.needs), config.teacher_names)
-        self._roles = (GENERATION, *scorers, *map(judge, config.data.judge_names))
+        judges = map(judge, config.data.judge_names)
+        self._roles = (GENERATION, *scorers, *judges, *plan.services)
         self._tasks: set[asyncio.Task[None]] = set()  # slots, evaluations, what sends rounds
 
     async def published(self, version: WeightsVersion) -> None:
@@ -161,8 +161,7 @@ class ServedRun:
         async with lease as worker:
             asked = replace(request, priority=LAST) if is_last else request
             answer = await worker.call(method, asked)
-        if isinstance(answer, JudgeAnswer):
-            self.pipeline.judged(request, answer)
+        self.pipeline.answered(request, answer)
         if isinstance(request, GenerationRequest) and owner and owner.is_valid:
             owner.received(answer)
         return answer

@@ -37,6 +37,7 @@ class FailureClass(StrEnum):
     ENVIRONMENT = "environment"
     TOOL = "tool infrastructure"
     JUDGE = "judge"
+    SERVICE = "service"
     DEADLINE = "deadline"  # nothing moved for too long
     TIMEOUT = "timeout"  # of --turn-timeout-s or --episode-timeout-s: it is not played again
 
@@ -111,6 +112,13 @@ class Services(Protocol):
 
     async def ask(self, role: str, method: str, request: object, *, cost: float = 1.0) -> Any:
         """The answer of a worker of `role`."""
+
+    def __getitem__(self, name: str) -> Callable[[object], Awaitable[Any]]:
+        """What asks a service of yours: `await services["calculator"]("1+2")`, see `Service`.
+
+        A worker that is lost has its requests asked again elsewhere. Raises `EpisodeFailed` for a
+        service that fails, and for one that has no workers.
+        """
 
     async def reach(self, send: Callable[[], Awaitable[T]], *, is_idempotent: bool = False) -> T:
         """What `send` gives, a request to a server of yours: sent again while that is away.

@@ -79,11 +79,7 @@ class EnvironmentWorker:
             role=ENVIRONMENT,
             node_id=ray.get_runtime_context().get_node_id(),
             pid=os.getpid(),
-            model_path="",
-            vocab_size=0,
             capacity=self._capacity,
-            overhead=0.0,
-            max_model_len=0,
             lease_s=self._lease_s,
             confinement=await asyncio.to_thread(self._confinement),
         )

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from async_grpo.config.roles import ENVIRONMENT, GENERATION, VERIFIER, judge
+from async_grpo.config.roles import ENVIRONMENT, GENERATION, VERIFIER, judge, service
 from async_grpo.environments.base import EpisodeFailed, FailureClass
 from async_grpo.environments.causes import Outage, reach
 from async_grpo.environments.chat.dialogue import Dialogue
@@ -34,11 +34,13 @@ from async_grpo.types import (
     Question,
     Row,
     SamplingContract,
+    ServiceRequest,
     Turn,
     Verdict,
     VerificationRequest,
 )
-from async_grpo.util.errors import AsyncGrpoError, DeadlineError, ServerAway
+from async_grpo.types.message import packed, unpacked
+from async_grpo.util.errors import AsyncGrpoError, ConfigError, DeadlineError, ServerAway
 from async_grpo.util.together import together
 from async_grpo.util.waiting import TRIES, ask_again
 
@@ -366,21 +368,36 @@ class EpisodeServices:
         if name not in known:
             message = f"judge {name!r} must be one of --judges {','.join(known)!r}: name it there"
             raise EpisodeFailed(FailureClass.ENVIRONMENT, message)
-        try:
-            answer: JudgeAnswer = await self.reach(
-                lambda: self._asked_again(judge(name), "judge", request), is_idempotent=True
-            )
-        except AsyncGrpoError as error:
-            message = f"judge {name} failed {TRIES} times, the last time: {error}"
-            raise EpisodeFailed(FailureClass.JUDGE, message) from error
+        answer: JudgeAnswer = await self._answer(judge(name), request, FailureClass.JUDGE)
         return answer.text
+
+    def __getitem__(self, name: str) -> Callable[[object], Awaitable[Any]]:
+        """See `Services`."""
+        return partial(self._served, name)
+
+    async def _served(self, name: str, content: object) -> object:
+        request = ServiceRequest(packed(content))
+        return unpacked(await self._answer(service(name), request, FailureClass.SERVICE))
+
+    async def _answer(self, role: str, request: object, failure: FailureClass) -> Any:
+        """That of a worker of the role; one that was lost is asked for again elsewhere."""
+        try:
+            return await self.reach(
+                lambda: self._asked_again(role, "answer", request), is_idempotent=True
+            )
+        except ConfigError as error:  # there is none of that name
+            raise EpisodeFailed(FailureClass.ENVIRONMENT, str(error)) from error
+        except AsyncGrpoError as error:
+            who = role.replace(":", " ")
+            message = f"{who} failed {TRIES} times, the last time: {error}"
+            raise EpisodeFailed(failure, message) from error
 
     async def _asked_again(self, role: str, method: str, request: object, **where: Any) -> Any:
         """See `ask_again`; a server that is away is nothing that another worker mends."""
         return await ask_again(
             lambda: self.ask(role, method, request, **where),
             lost=AsyncGrpoError,
-            final=ServerAway,
+            final=(ServerAway, ConfigError),
             warn=partial(logger.warning, "another %s worker is asked: %s", role),
             pause_s=AFTER_LOSS_S,
         )

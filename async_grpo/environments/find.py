@@ -64,6 +64,12 @@ def grades_itself(name: str) -> bool:
     return code.defines("grade") and not code.asks("verify")
 
 
+def asked_services(name: str) -> tuple[str, ...]:
+    """Whom the environment of that name asks as `services["..."]`, by its text alone."""
+    code = users_environment(name)
+    return () if code is None or _prefix(name) else code.keys_of("services")
+
+
 def make_environment(code: UserCode) -> Environment:
     """Import and make it: in the processes of environment workers only.
 

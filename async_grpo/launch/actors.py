@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -9,15 +10,17 @@ from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from async_grpo.config.roles import ENVIRONMENT, GENERATION, JUDGE, VERIFIER
+from async_grpo.config.roles import ENVIRONMENT, GENERATION, JUDGE, SERVICE, VERIFIER
 from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.devices.inventory import forwarded, usable_devices
+from async_grpo.types.worker_info import WorkerInfo
 from async_grpo.util.errors import ConfigError
 from async_grpo.util.imports import startup_variables
 
 if TYPE_CHECKING:
     from async_grpo.cluster.cluster import Cluster
     from async_grpo.cluster.handles import WorkerHandle
+    from async_grpo.environments.service import Service
 
 FAILED_SAMPLES = "failed_samples.jsonl"
 
@@ -36,16 +39,16 @@ def worker_kinds(cluster: Cluster, config: WorkerConfig) -> tuple[WorkerKind, ..
     """What a dispatcher starts; generation workers bring a verifier pool for their rewards."""
     if config.role == VERIFIER:
         return (_verifier_pool(cluster, config),)
-    if config.judge_url:
-        start = partial(_start_remote_judge, cluster, config)
-        return (WorkerKind(config.role, config.num_workers, {}, start),)
-    starts = {
-        GENERATION: _start_generation_worker,
-        JUDGE: _start_generation_worker,
-        ENVIRONMENT: _start_environment_worker,
-    }.get(config.mode, _start_logprob_worker)
-    taken = {"CPU": 1.0, "GPU": _devices_taken(cluster, config)}
-    start = partial(starts, cluster, config, taken)
+    taken = {"CPU": 1.0, "GPU": _devices_taken(cluster, config)} if not config.judge_url else {}
+    if config.judge_url or config.kind == SERVICE:
+        start = _service_starter(cluster, config, taken)
+    else:
+        starts = {
+            GENERATION: _start_generation_worker,
+            JUDGE: _start_generation_worker,
+            ENVIRONMENT: _start_environment_worker,
+        }.get(config.mode, _start_logprob_worker)
+        start = partial(starts, cluster, config, taken)
     workers = WorkerKind(config.role, config.num_workers, taken, start)
     brings_pool = config.role == GENERATION and config.reward_names
     return (workers, _verifier_pool(cluster, config)) if brings_pool else (workers,)
@@ -93,21 +96,53 @@ def _start_generation_worker(
     cluster: Cluster, config: WorkerConfig, taken: Mapping[str, float], worker_id: str
 ) -> WorkerHandle:
     from async_grpo.rollout.generation_worker import GenerationWorker, worker_environment
-    from async_grpo.rollout.judge import JudgeWorker
 
-    kind = JudgeWorker if config.mode == JUDGE else GenerationWorker
+    kind = GenerationWorker
+    if config.mode == JUDGE:
+        from async_grpo.rollout.judge import JudgeWorker
+
+        kind = JudgeWorker
     variables = worker_environment(on_cpu=not taken["GPU"]) | forwarded(os.environ)
     return _actor(cluster, kind, taken, variables=variables).remote(
         replace(config, model_path=os.path.abspath(config.model_path)), worker_id=worker_id
     )
 
 
-def _start_remote_judge(cluster: Cluster, config: WorkerConfig, worker_id: str) -> WorkerHandle:
-    """It holds the key, which no environment sees."""
-    from async_grpo.rollout.remote_judge import RemoteJudge
+def _service_starter(
+    cluster: Cluster, config: WorkerConfig, taken: Mapping[str, float]
+) -> Callable[[str], WorkerHandle]:
+    """Of what a class of the user's answers, or an address; file and key are read here, once.
 
-    key = os.environ[config.judge_key]
-    return _actor(cluster, RemoteJudge, {}).remote(config, key=key, worker_id=worker_id)
+    The key goes to the worker, and no environment sees it.
+    """
+    from async_grpo.environments.service import ServiceWorker, make_service
+
+    make: Callable[[], Service]
+    if config.judge_url:
+        from async_grpo.rollout.judge import RemoteJudge
+
+        make = partial(RemoteJudge, config, key=os.environ[config.judge_key])
+        what, hashes = f"{config.model_path} at {config.judge_url}", {}
+        own_hash = hashlib.sha256(what.encode()).hexdigest()
+    else:
+        code = config.terms.code
+        make = partial(make_service, code)
+        what, hashes = code.name, code.hashes(config.role.replace(":", " "))
+        own_hash = code.sha256
+
+    stated = WorkerInfo(
+        "", config.role, "", 0, what, model_hash=own_hash, code=hashes,
+        capacity=float(config.capacity), lease_s=config.worker_lease_s,
+    )  # fmt: skip
+    on_device = bool(taken.get("GPU"))
+
+    def start(worker_id: str) -> WorkerHandle:
+        variables = forwarded(os.environ) if on_device else {}
+        return _actor(cluster, ServiceWorker, taken, variables=variables).remote(
+            make, stated=replace(stated, worker_id=worker_id), on_device=on_device
+        )
+
+    return start
 
 
 def _start_environment_worker(

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from async_grpo.algorithms.find import find_algorithm
-from async_grpo.config.roles import GENERATION, JUDGE, LOGPROB, REFERENCE, TEACHER
+from async_grpo.config.roles import GENERATION, JUDGE, LOGPROB, REFERENCE, SERVICE, TEACHER
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.devices.bill import FLOAT32, ModelShape
@@ -108,14 +108,14 @@ class Asked:
         return not self.on_cpu and min(self.train.memory.gpus_per_rank, *shares) < 1
 
     @property
-    def judge_devices(self) -> int:
-        """That the file's judges take, whatever the split."""
-        judges = [each for each in self.workers if each.mode == JUDGE]
-        return sum(each.num_workers * each.num_devices for each in judges)
+    def other_devices(self) -> int:
+        """That the file's judges and services take, whatever the split."""
+        others = [each for each in self.workers if each.kind in (JUDGE, SERVICE)]
+        return sum(each.num_workers * each.num_devices for each in others)
 
     def devices_of(self, split: Split) -> int:
         """That all of them take."""
-        others = sum(split.scorers) + self.judge_devices
+        others = sum(split.scorers) + self.other_devices
         return split.ranks + split.engines * self.engine_devices + others
 
 

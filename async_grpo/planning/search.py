@@ -174,7 +174,7 @@ def _ranks_beside(asked: Asked, engines: int, scorers: int, least: int) -> int:
 
 def _is_held(asked: Asked, split: Split) -> bool:
     """Whether the devices have room for all of it."""
-    others = sum(split.scorers) + asked.judge_devices
+    others = sum(split.scorers) + asked.other_devices
     beside = _engines_beside(asked, split.ranks, others)
     return beside >= split.engines and rank_fits(asked, split.ranks)
 

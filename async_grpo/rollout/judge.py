@@ -1,18 +1,22 @@
-"""A judge with a model of its own, which is asked in messages and never trained.
+"""A judge: a model of its own, or a service at an address, asked in messages and never trained.
 
 consumes:     messages
 produces:     what the model says next, and what it cost
-waits for:    the engine, as every worker that generates
-unblocked by: the answer's end
+waits for:    the engine, as every worker that generates; or the service
+unblocked by: the answer's end; or the deadline
 """
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
+from openai import APIConnectionError, APIStatusError, AsyncOpenAI, OpenAIError
 
 from async_grpo.config.worker_config import WorkerConfig
+from async_grpo.environments.service import Service
 from async_grpo.rollout.generation_worker import GenerationWorker
 from async_grpo.types import (
     GenerationRequest,
@@ -22,7 +26,11 @@ from async_grpo.types import (
     WeightsVersion,
     WorkerInfo,
 )
+from async_grpo.util.deadlines import JUDGE_ANSWER_S
+from async_grpo.util.errors import ServerAway, WorkerError
 
+AWAY = (429, 502, 503, 504)  # of HTTP: what has not answered may answer later
+TRIES_AGAIN = 3  # after a rate limit, an error of the service, a lost connection
 OWN = WeightsVersion(0, 0)  # what the engine calls the weights that it was started with
 
 
@@ -45,7 +53,7 @@ class JudgeWorker(GenerationWorker):
             self._version = OWN
         return replace(await super().info(), role=self._role, model_hash=self._model_hash)
 
-    async def judge(self, request: JudgeRequest) -> JudgeAnswer:
+    async def answer(self, request: JudgeRequest) -> JudgeAnswer:
         """One answer; raises `WorkerError` and `MessagesError` for what cannot be answered."""
         prompt = self._renderer.render(request.messages)
         sampling = SamplingContract(
@@ -57,3 +65,37 @@ class JudgeWorker(GenerationWorker):
         (turn,) = await self.generate(asked)
         reply = self._renderer.parse(turn.token_ids.tolist(), prompt_ids=prompt)
         return JudgeAnswer(reply.content, len(prompt) + len(turn.token_ids))
+
+
+class RemoteJudge(Service):
+    """At an OpenAI-compatible address; the process of its worker alone knows the key."""
+
+    def __init__(
+        self, config: WorkerConfig, *, key: str, timeout_s: float = JUDGE_ANSWER_S
+    ) -> None:
+        self._config = config
+        self._timeout_s = timeout_s
+        self._client = AsyncOpenAI(
+            base_url=config.judge_url, api_key=key, timeout=None, max_retries=TRIES_AGAIN
+        )
+
+    async def answer(self, request: JudgeRequest) -> JudgeAnswer:
+        """One answer; raises `WorkerError`, or `ServerAway` where there is none in time."""
+        who, messages = f"the judge at {self._config.judge_url}", list[Any](request.messages)
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                answer = await self._client.chat.completions.create(
+                    model=self._config.model_path,
+                    messages=messages,
+                    temperature=request.temperature,
+                    max_completion_tokens=request.max_tokens,
+                )
+        except TimeoutError:
+            raise ServerAway(f"{who} gave no answer within {self._timeout_s:g} s") from None
+        except OpenAIError as error:
+            is_away = isinstance(error, APIConnectionError) or (
+                isinstance(error, APIStatusError) and error.status_code in AWAY
+            )
+            raise (ServerAway if is_away else WorkerError)(f"{who}: {error}") from error
+        text = answer.choices[0].message.content if answer.choices else None
+        return JudgeAnswer(text or "", answer.usage.total_tokens if answer.usage else 0)

@@ -19,6 +19,7 @@ from async_grpo.checkpoint.resume import Start, check_contents, hash_data
 from async_grpo.cluster.cluster import Cluster
 from async_grpo.cluster.handles import ControllerClient
 from async_grpo.config.evaluation_sets import UNNAMED
+from async_grpo.config.roles import is_service
 from async_grpo.config.teaching import check_vocabulary
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.controller.find import find_or_make_controller
@@ -40,7 +41,7 @@ from async_grpo.run.data import (
 from async_grpo.run.journals import CONTROL_FILE, pending_after
 from async_grpo.run.main_rank import MainRank, RunAtController
 from async_grpo.run.publication import Publication
-from async_grpo.run.recruitment import Demand, SetDemand, recruit, teachers_of
+from async_grpo.run.recruitment import Demand, SetDemand, needed_roles, recruit, teachers_of
 from async_grpo.run.reward_trial import try_all_rewards
 from async_grpo.run.rules_process import start_rules
 from async_grpo.run.watch import RunRecord
@@ -93,7 +94,7 @@ def open_run(
     dtype = published_dtype(workers)
     warn_of_small_store(config, cluster, dtype=dtype, num_ranks=num_ranks)
     teachers = teachers_of(controller, config)
-    hashes = with_teachers(hashes, teachers, start=start)
+    hashes = with_workers(hashes, teachers, workers, start=start)
     try_all_rewards(controller, plan, first_of_each_file(config, questions))
     gateway = start_gateway(plan, controller, address) if address else None
     sender = open_sender(config.memory.weight_transport, cluster, device_id=devices[0])
@@ -215,7 +216,7 @@ def users_code(config: TrainConfig) -> dict[str, UserCode]:
 def hash_code(config: TrainConfig, workers: Iterable[WorkerInfo] = ()) -> dict[str, str]:
     """sha256 of every file of the user's that decides what is trained, and of its own modules.
 
-    Of rewards these are what the verifiers among the `workers` have read.
+    Of rewards and services these are what the `workers` have read.
     """
     of_sets = environments_of_sets(config).items()
     users = users_code(config) | {f"environment of --eval {n}": code for n, code in of_sets if code}
@@ -225,19 +226,25 @@ def hash_code(config: TrainConfig, workers: Iterable[WorkerInfo] = ()) -> dict[s
     for worker in workers:
         rewards = worker.rewards.hashes if worker.rewards else {}
         found |= {f"reward {name}": own for name, own in rewards.items()}
+        found |= worker.code
     return found
 
 
-def with_teachers(
-    hashes: Future[Mapping[str, str]], teachers: Mapping[str, WorkerInfo], *, start: Start
+def with_workers(
+    hashes: Future[Mapping[str, str]],
+    teachers: Mapping[str, WorkerInfo],
+    workers: Iterable[WorkerInfo],
+    *,
+    start: Start,
 ) -> Future[Mapping[str, str]]:
-    """The hashes of a manifest with those of the teachers, which must fit a checkpoint's."""
-    found = {f"teacher {name}": info.model_hash for name, info in teachers.items()}
-    paths = {f"teacher {name}": info.model_path for name, info in teachers.items()}
-    check_contents(start, found, paths)
+    """A manifest's hashes with those of teachers and services, which must fit a checkpoint's."""
+    own = {f"teacher {name}": info for name, info in teachers.items()}
+    own |= {each.role.replace(":", " "): each for each in workers if each.code}
+    found = {name: info.model_hash for name, info in own.items()}
+    check_contents(start, found, {name: info.model_path for name, info in own.items()})
     if not found:
         return hashes
-    return in_background(lambda: {**hashes.result(), **found}, name="hash-teachers")
+    return in_background(lambda: {**hashes.result(), **found}, name="hash-workers")
 
 
 def plan_run(
@@ -287,6 +294,7 @@ def plan_run(
         resume=resume,
         environment=users_environment(config.data.environment),
         environments=own_environments(config),
+        services=tuple(filter(is_service, needed_roles(config))),
         max_positions=facts.max_positions,
         vocab_size=facts.vocab_size,
     )

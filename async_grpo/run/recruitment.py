@@ -20,17 +20,20 @@ from async_grpo.config.roles import (
     ENVIRONMENT,
     GENERATION,
     REFERENCE,
+    SERVICE,
     TEACHER,
     VERIFIER,
+    is_service,
     judge,
     named,
     role_of,
+    service,
     teacher,
 )
 from async_grpo.config.teaching import check_vocabulary
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.config.worker_config import WorkerConfig
-from async_grpo.environments.find import SHIPPED, grades_itself
+from async_grpo.environments.find import SHIPPED, asked_services, grades_itself
 from async_grpo.model.model_folder import ModelFacts
 from async_grpo.run.output_folder import LAUNCH_LOGS
 from async_grpo.types import SamplingContract, WorkerInfo
@@ -121,6 +124,8 @@ def needed_roles(config: TrainConfig) -> dict[str, str]:
     if names := config.environments - SHIPPED.keys():
         roles[ENVIRONMENT] = f" (--environment {sorted(names)[0]} is played there)"
     roles |= {judge(name): f" (--judges {config.data.judges})" for name in config.data.judge_names}
+    for name in sorted(names):
+        roles |= {service(x): f" ({name} asks services[{x!r}])" for x in asked_services(name)}
     if all(grades_itself(name) for name in config.environments):
         return roles
     return roles | {VERIFIER: ""}
@@ -140,6 +145,9 @@ def check_roles(config: TrainConfig, roles: Collection[str], *, where: str) -> N
             remedy = (
                 "give one --reward-fns" if role == VERIFIER and GENERATION in roles else "add one"
             )
+            others = sorted(filter(is_service, roles))
+            if is_service(role) and others:
+                remedy = f"correct the name, for it has {', '.join(others)}, or {remedy}"
             raise ConfigError(f"{where} needs a [[worker]] for the role {role}{why}: {remedy}")
 
 
@@ -152,8 +160,10 @@ def command_for(role: str, *, model: str) -> str:
         ENVIRONMENT: "--mode environment",
     }
     mode, _, name = role.partition(":")
-    own_model = f"--model-path ITS_MODEL --mode {mode} --name {name}"
-    return f"`python worker_dispatcher.py {options.get(role, own_model)}`"
+    own = f"--model-path ITS_MODEL --mode {mode} --name {name}"
+    if mode == SERVICE:
+        own = f"--mode path/to/file.py:Name --name {name}"
+    return f"`python worker_dispatcher.py {options.get(role, own)}`"
 
 
 def _find(client: ControllerClient, role: str, demand: Demand, why: str) -> tuple[WorkerInfo, ...]:
@@ -183,8 +193,9 @@ def check_worker(worker: WorkerInfo, demand: Demand) -> None:
     config, model, who = demand.config, demand.model, f"worker {worker.worker_id}"
     places = config.places
     _check_device(worker, demand)
-    follows = role_of(worker.role).follows
-    if follows == "none" or worker.role.startswith(judge("")):  # it reads texts, of any length
+    role = role_of(worker.role)
+    follows = role.follows
+    if role.unit not in ("sequences", "tokens"):  # it reads texts, of any length
         return
     if worker.role == GENERATION:
         check_route(config.memory.weight_transport, worker, sender=demand.device)

@@ -197,6 +197,9 @@ class Pipeline:
         "judge_disagreements", "judge_comparisons", "fraction", "Judges disagreed"
     )
     """share (0 to 1) of the questions to several judges on which their verdicts differed"""
+    service_answers = fact("calls", "Answers of services")
+    """what services of the user's own have answered to environments; of failed and held-out
+    episodes too"""
     unwritten_samples = fact("samples", "Samples not dumped", window="run")
     """samples that --dump-samples-filename lacks, for the disk refused them or was too slow;
     counted since the controller began the run"""

@@ -15,6 +15,7 @@ from async_grpo.types.requests import (
     Payload,
     PayloadKind,
     PlayedGroup,
+    ServiceRequest,
     VerificationRequest,
 )
 from async_grpo.types.runs import (

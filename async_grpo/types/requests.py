@@ -152,6 +152,14 @@ class OutageRequest(Message):
 
 
 @dataclass(frozen=True, slots=True)
+class ServiceRequest(Message):
+    """To a worker of a service of the user's own, whose answer is bytes of the same kind."""
+
+    content: bytes  # `message.packed`: what is inside may be known to the two ends alone
+    lease_id: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class JudgeRequest:
     """Messages, as OpenAI's, to a worker of a judge."""
 

@@ -21,14 +21,14 @@ class WorkerInfo:
     role: str  # its name, see `roles`
     node_id: str
     pid: int
-    model_path: str
-    vocab_size: int
-    capacity: float  # in the unit of its role
-    overhead: float  # accepted beyond the capacity, same unit
-    max_model_len: int
+    model_path: str = ""  # or what else it answers with: a service's class
+    vocab_size: int = 0
+    capacity: float = 1.0  # in the unit of its role
+    overhead: float = 0.0  # accepted beyond the capacity, same unit
+    max_model_len: int = 0
     tokenizer_hash: str = ""  # `model_folder.encoding_hash`; empty: nobody knows
     temperature: float | None = None  # None: whatever the trainer asks for
-    model_hash: str = ""  # of a teacher: `model_folder.hash_model`
+    model_hash: str = ""  # of what never changes: a teacher's model, a service's file
     hidden_size: int = 0  # of a teacher, as the next one: what its payloads are made of
     item_size: int = 0  # bytes of one of its weights
     dtype: str = ""  # of weights that follow the policy; empty: it has none
@@ -36,6 +36,8 @@ class WorkerInfo:
     lease_s: float = LEASE_S  # silent for so long, it counts as lost
     startup: tuple[tuple[str, float], ...] = ()  # what it did before it was ready, and seconds
     rewards: Rewards | None = None  # of a verifier pool
+    # Of a service: sha256 of its file, and of the modules that this imports out of its own folder.
+    code: Mapping[str, str] = field(default_factory=dict, hash=False)
     # See `confinement_in_words`.
     confinement: Mapping[str, str] = field(default_factory=dict, hash=False)
     owner: str = ""  # its dispatcher, for whoever must be stopped

@@ -93,8 +93,9 @@ AGENT_SAID_S = 2.0  # of the last words of an agent that was killed
 BRIDGE_READY_S = 180.0  # of a process that imports them, which may be large
 OPENENV_ANSWER_S = 60.0  # of a server, to one action
 
-# Judges.
-JUDGE_ANSWER_S = 120.0  # of one at an address, with the tries that its client makes
+# Services that environments ask.
+JUDGE_ANSWER_S = 120.0  # of a judge at an address, with the tries that its client makes
+SERVICE_ANSWER_S = 180.0  # of any of the user's own that does not say otherwise
 
 # Devices.
 DRIVER_ANSWER_S = 60.0  # of nvidia-smi, which wakes every device of a machine

@@ -17,7 +17,7 @@ import os
 import re
 import sys
 import tokenize
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from modulefinder import ModuleFinder
@@ -87,14 +87,55 @@ class UserCode:
 
     def defines(self, method: str) -> bool:
         """Whether its class, or one of the same file that it derives from, has that method."""
+        return any(getattr(each, "name", "") == method for each in self._body())
+
+    def awaits(self, method: str) -> bool:
+        """Whether the first method of that name is a coroutine."""
+        found = (each for each in self._body() if getattr(each, "name", "") == method)
+        return isinstance(next(found, None), ast.AsyncFunctionDef)
+
+    def states(self, attribute: str, default: object = None) -> object:
+        """The plain value of an attribute in the body of such a class, `default` where it has none.
+
+        Of what would have to be run it is the text.
+
+        >>> code = UserCode("f.py:B", "class A:\\n  x: int = 4\\nclass B(A):\\n  y = f()")
+        >>> code.states("x"), code.states("y"), code.states("z")
+        (4, 'f()', None)
+        """
+        for each in self._body():
+            if isinstance(each, ast.Assign | ast.AnnAssign) and each.value:
+                targets = each.targets if isinstance(each, ast.Assign) else [each.target]
+                if attribute in (getattr(target, "id", "") for target in targets):
+                    try:
+                        return ast.literal_eval(each.value)
+                    except ValueError:
+                        return ast.unparse(each.value)
+        return default
+
+    def _body(self) -> Iterator[ast.stmt]:
+        """The statements of its class, then of those of the same file that it derives from."""
         classes = {node.name: node for node in self._nodes() if isinstance(node, ast.ClassDef)}
         names = [self.name.rpartition(":")[2]]
         for name in names:  # which grows
             if found := classes.pop(name, None):
                 names += [base.id for base in found.bases if isinstance(base, ast.Name)]
-                if any(getattr(each, "name", "") == method for each in found.body):
-                    return True
-        return False
+                yield from found.body
+
+    def keys_of(self, name: str) -> tuple[str, ...]:
+        """The texts by which its text looks into whatever it calls `name`.
+
+        >>> UserCode("f.py:A", "await services['index'](services[key])").keys_of("services")
+        ('index',)
+        """
+        nodes = (node for node in self._nodes() if isinstance(node, ast.Subscript))
+        found = (
+            node.slice
+            for node in nodes
+            if name in (getattr(node.value, "id", ""), getattr(node.value, "attr", ""))
+        )
+        keys = (key.value for key in found if isinstance(key, ast.Constant))
+        return tuple(dict.fromkeys(key for key in keys if isinstance(key, str)))
 
     def asks(self, method: str) -> bool:
         """Whether its text names a method so, of whatever object."""

@@ -34,7 +34,7 @@ async def ask_again(
     ask: Callable[[], Awaitable[T]],
     *,
     lost: type[Exception],
-    final: type[Exception] | tuple[()] = (),
+    final: type[Exception] | tuple[type[Exception], ...] = (),
     warn: Callable[[Exception], None],
     pause_s: float = 0.0,
 ) -> T:

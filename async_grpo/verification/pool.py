@@ -87,11 +87,8 @@ class VerifierPool:
             role=VERIFIER,
             node_id=ray.get_runtime_context().get_node_id(),
             pid=os.getpid(),
-            model_path="",
-            vocab_size=0,
             capacity=float(num_cores),
             overhead=float(TEXTS_WAITING * num_cores),
-            max_model_len=0,
             lease_s=self._lease_s,
             rewards=replace(
                 self._config.rewards(num_cores=num_cores), groupwise=self._sandbox.groupwise

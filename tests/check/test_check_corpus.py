@@ -34,6 +34,8 @@ REPOSITORY = Path(__file__).parents[2]
 MODELS = REPOSITORY / "sample-data"
 TINY = str(MODELS / "tiny-countdown")
 CHAT = str(MODELS / "tiny-chat")
+SERVICE = f"{REPOSITORY}/examples/calculator_service.py"
+ASKS_SERVICE = {"train": {"max_tokens_per_gpu": 256, "environment": f"{SERVICE}:SecondTry"}}
 QUESTION = {"input": "Use 2 9 8 to make 15:", "answer": "8-2+9", "nums": [2, 9, 8], "target": 15}
 SLOW_S = 10.0
 
@@ -136,6 +138,12 @@ OPTIONS = {
                  "--data of a has an unknown key, got 'wieght'"),
     "two clusters": ({"train": {"ray_address": "10.0.0.1:6379"}},
                      "--ray-address of the trainer must be auto where workers start on a cluster"),
+    "no such service": ({"more_workers": [{"mode": "nowhere.py:Mine"}]},
+                        "--mode must be generation, logprob, teacher, verifier, environment, judge, pack"),
+    "no service": ({"more_workers": [{"mode": f"{SERVICE}:SecondTry"}]},
+                   "SecondTry must say in its class how many requests a worker answers at a time, as"),
+    "mode": ({"more_workers": [{"mode": "juge"}]}, "mode: 'juge' is not one of generation, logprob, "
+             "teacher, verifier, environment, judge, path/to/file.py:Name"),
     "teacher's name": ({"more_workers": [{"mode": "teacher"}]}, "--name must be given with --mode"),
 }  # fmt: skip
 RUNS = {
@@ -153,6 +161,14 @@ RUNS = {
     "no environment worker": (
         {"train": {"max_tokens_per_gpu": 256, "environment": f"{REPOSITORY}/examples/treasure_hunt.py:TreasureHunt"}},
         "run.toml needs a [[worker]] for the role environment",
+    ),
+    "no service worker": (
+        {**ASKS_SERVICE, "more_workers": [{"mode": "environment"}]},
+        "for the role service:calculator (" + SERVICE + ":SecondTry asks services['calculator']): add one",
+    ),
+    "service's name": (
+        {**ASKS_SERVICE, "more_workers": [{"mode": "environment"}, {"mode": f"{SERVICE}:Calculator", "name": "abacus"}]},
+        "correct the name, for it has service:abacus, or add one",
     ),
     "no reference": ({"train": {"kl_coefficient": 0.1}},
                      "needs a [[worker]] for the role reference (the KL coefficient is not 0): add"),
@@ -661,6 +677,7 @@ STRANGE = {
         ]
     },
     "reward_registry": {"worker": {"reward_registry": "evil.py"}},
+    "mode": {"more_workers": [{"mode": "evil.py:Evil"}]},
 }
 
 

@@ -8,6 +8,7 @@ from click.testing import CliRunner
 from async_grpo.cli.assignment import placed
 from async_grpo.cli.launch_file import launch
 from async_grpo.cli.local_run import options_of_run, planned
+from async_grpo.cli.run_processes import dispatcher_of
 from async_grpo.devices.inventory import Device, Inventory
 from async_grpo.util.errors import ConfigError
 
@@ -56,6 +57,26 @@ def test_the_quick_start_on_so_many_devices(num_devices, expected, monkeypatch):
     assert found.num_devices == num_devices
     if num_devices:
         assert found.placement.startswith(f"{num_devices} x NVIDIA H200 (144 GB) here; ")
+
+
+SERVICE = """
+class Index:
+    capacity = 4
+    devices = 2
+    async def answer(self, request): ...
+"""
+
+
+def test_a_service_has_the_devices_that_its_class_says(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "index.py").write_text(SERVICE)
+    text = (REPOSITORY / "examples/quickstart.toml").read_text()
+    (tmp_path / "run.toml").write_text(f'{text}\n[[worker]]\nmode = "index.py:Index"\n')
+    run = plan_of("run.toml")
+    assert shares(placed(run, machine(6))) == (2, 1.0, 1.0, 1.0, 1.0)
+    assert shares(placed(run, machine(5)))[0] == 1  # one rank less, for it
+    assert "--mode=index.py:Index" in placed(run, machine(6)).worker_options[2]
+    assert dispatcher_of(run, 2, {}).log.name == "service.log"
 
 
 def test_on_another_cluster_devices_are_those_of_its_nodes(monkeypatch):

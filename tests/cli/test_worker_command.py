@@ -69,6 +69,8 @@ def test_options_that_cannot_work_are_one_sentence(options, sentence):
         ("--model-path m --mode logprob", "reference"),
         ("--model-path m --mode teacher --name math", "teacher:math"),
         ("--model-path m --mode judge --name strict", "judge:strict"),
+        ("--mode some/file.py:BigIndex", "service:big_index"),
+        ("--mode package.module:BigIndex --name Small", "service:Small"),
         ("--mode verifier", "verifier"),
         ("--model-path m --reward-fns ''", "generation"),
     ],

@@ -11,7 +11,7 @@ from scripted_run import QUESTIONS, make_config
 from async_grpo.algorithms.base import LocalRules
 from async_grpo.algorithms.find import find_algorithm
 from async_grpo.batching.records import BatcherPlan
-from async_grpo.config.roles import GENERATION, VERIFIER, teacher
+from async_grpo.config.roles import GENERATION, VERIFIER, service, teacher
 from async_grpo.controller import controller as module
 from async_grpo.controller.controller import (
     IDLE_TICKS,
@@ -292,6 +292,23 @@ def test_work_that_is_asked_is_answered_under_a_lease():
         assert await house.controller.roles() == (MATH,)
         with pytest.raises(ConfigError, match="a role must be one of"):
             await house.ask(run_id, role="judge")
+
+    run(scenario())
+
+
+def test_a_service_that_nobody_has_started_is_told_with_those_that_there_are():
+    async def scenario():
+        house = House()
+        run_id = await house.begin()
+        said = (
+            r"must be one of {}, got services\['indx'\]: correct the name, or start it with --mode"
+        )
+        with pytest.raises(ConfigError, match=said.format("those that have had a worker")):
+            await house.ask(run_id, role=service("indx"))
+        await house.join("w", service("index"), version=WeightsVersion(0, 0))
+        await house.ask(run_id, role=service("index"))
+        with pytest.raises(ConfigError, match=said.format("index")):
+            await house.ask(run_id, role=service("indx"))
 
     run(scenario())
 

@@ -1,8 +1,8 @@
 """A tenth of all groups fails by each class of error: the others have not one other bit.
 
 The whole way from admission to the trainer's minibatches is real, on a clock that jumps; engines,
-judge and verifiers are played. Half of the errors pass. Then a request is sent again, or the whole
-group is played again, but what nobody has classified fails its group at once.
+judge, service and verifiers are played. Half of the errors pass. Then a request is sent again, or
+the whole group is played again, but what nobody has classified fails its group at once.
 """
 
 import functools
@@ -14,7 +14,7 @@ from script import Script
 from scripted import run
 from scripted_run import Run, make_config, split_steps
 
-from async_grpo.config.roles import GENERATION
+from async_grpo.config.roles import GENERATION, judge, service
 from async_grpo.environments.base import Environment, FailureClass
 from async_grpo.environments.chat.messages import ToolCall
 from async_grpo.environments.judging import score
@@ -40,8 +40,10 @@ CONFIG = make_config(
 LOST = {
     FailureClass.ENGINE: ProcessLostError("the engine has died"),
     FailureClass.JUDGE: ProcessLostError("the judge has died"),
+    FailureClass.SERVICE: ProcessLostError("the service has died"),
     FailureClass.DEADLINE: DeadlineError("no turn came"),
 }
+WHOSE = {FailureClass.JUDGE: judge("strict"), FailureClass.SERVICE: service("index")}
 
 
 @tool
@@ -56,7 +58,7 @@ BOX = Toolbox([look])
 
 
 class Tried(Environment):
-    """Two turns and a tool between them; the judge says what it is worth, and it is never 0."""
+    """Two turns, a tool and a service between them; the judge says what it is worth, never 0."""
 
     def __init__(self, failure, times):
         self.failure, self.times = failure, times
@@ -74,7 +76,8 @@ class Tried(Environment):
         if self.fails(FailureClass.ENVIRONMENT):
             raise KeyError("a mistake of its author")
         await BOX.answer([ToolCall("look", {"is_away": self.fails(FailureClass.TOOL)})])
-        await policy.sample(np.concatenate([question.input_token_ids, first.token_ids, [60]]))
+        heard = await services["index"]([60])
+        await policy.sample(np.concatenate([question.input_token_ids, first.token_ids, heard]))
         return policy.episode()
 
     async def grade(self, question, episodes, services):
@@ -117,9 +120,11 @@ class InjectedRun(Run):
 
     async def ask(self, environment, lease_id, role, method, request, **_):
         for failure, error in LOST.items():
-            is_its = (failure is FailureClass.JUDGE) == (role != GENERATION)
+            is_its = role == WHOSE.get(failure, GENERATION)
             if is_its and environment.fails(failure):
                 raise error
+        if role == service("index"):
+            return request.content
         if role != GENERATION:
             return JudgeAnswer(f"VERDICT: {request.messages[0]['content'].split()[0]}", 9)
         history = request.input_token_ids.tolist()

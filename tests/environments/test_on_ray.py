@@ -1,7 +1,10 @@
 """A run whose episodes are played by an environment worker, through a real controller."""
 
 import asyncio
+import os
+import signal
 import time
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +24,7 @@ from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.controller.find import find_or_make_controller
 from async_grpo.environments.find import users_environment
 from async_grpo.launch.actors import worker_kinds
+from async_grpo.launch.dispatcher import Workers
 from async_grpo.types import (
     EndOfStep,
     Minibatch,
@@ -183,6 +187,58 @@ def test_every_turn_of_a_run_comes_through_the_controller_from_the_engine_of_its
             assert any(whole[:-3] in histories[name] for name in first)
 
 
+SERVICE = """
+import asyncio
+from async_grpo.environments.service import Service
+class Index(Service):
+    capacity = 4
+    async def answer(self, request):
+        await asyncio.sleep(0.1)
+        return request
+"""
+ASKS = """
+from two_turns import TwoTurns
+class Asks(TwoTurns):
+    async def play(self, question, policy, services):
+        episode = await super().play(question, policy, services)
+        tokens = episode.turns[0].token_ids
+        assert (await services["index"](tokens)).tolist() == tokens.tolist()
+        return episode
+"""
+
+
+def test_a_service_that_is_killed_is_started_again_and_what_it_was_asked_is_asked_again(
+    controller, tmp_path
+):
+    (tmp_path / "two_turns.py").write_text((HERE / "two_turns.py").read_text())
+    (tmp_path / "asks.py").write_text(ASKS)
+    (tmp_path / "index.py").write_text(SERVICE)
+    config, killed = WorkerConfig(mode=f"{tmp_path}/index.py:Index"), None
+    with Workers(worker_kinds(Cluster(), config), config, Cluster()) as workers:
+        while not (members := get(controller.members.remote(config.role))):
+            workers.check()
+        (tmp_path / "index.py").unlink()  # its text was read, once
+        run, _witness = begin(controller, make_plan(f"{tmp_path}/asks.py:Asks", incarnation=7))
+        index, items, deadline = 0, (), time.monotonic() + 60
+        while not (items and isinstance(items[-1], EndOfStep)):
+            call = controller.next_items.remote(run, 0, index)
+            while not ray.wait([call], timeout=0.05)[0]:
+                assert time.monotonic() < deadline
+                workers.check()
+                standing = get(controller.standing.remote({config.role: [members[0].worker_id]}))
+                if not killed and standing[members[0].worker_id].num_leases:
+                    killed = members[0]
+                    os.kill(killed.pid, signal.SIGKILL)
+            items, index = get(call), index + 1
+        assert killed and items[-1].num_samples == 16
+        fates = Counter(items[-1].fates)
+        assert fates["trained"] + fates["zero_contribution"] == 16
+        (other,) = get(controller.members.remote(config.role))
+        assert other.worker_id != killed.worker_id and other.code == killed.code
+        counts = get(controller.counts.remote(config.role))
+        assert counts["fenced: died"] == 1 and counts["revoked: died"] >= 1
+
+
 START = """
 from dataclasses import replace
 import numpy as np
@@ -218,6 +274,9 @@ BAD = {
     ),
     START + "        return await services.ask_judge('strict', [])\n": (
         "judge 'strict' must be one of --judges '': name it there"
+    ),
+    START + "        return await services['sandbox'](episode.turns[0].text)\n": (
+        r"a service must be one of those that have had a worker, got services\['sandbox'\]: correct"
     ),
     START + "        import sys; sys.exit(3)\n": (NONE + r".*end of its process: SystemExit\(3\)"),
 }

@@ -107,7 +107,7 @@ class Played:
         spans = (VersionSpan(version, 0, len(ids)),)
         return (Turn(ids, -np.ones(len(ids), np.float32), spans, "stop", "", self._worker_id),)
 
-    async def judge(self, request):
+    async def answer(self, request):
         await asyncio.sleep(self._random.random() * TURN_S)
         return JudgeAnswer(f"VERDICT: {request.messages[0]['content'].split()[0]}", 3)
 

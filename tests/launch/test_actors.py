@@ -41,6 +41,24 @@ def test_a_worker_takes_its_devices_or_its_share(options, taken, node):
     assert kind.resources == {"CPU": 1.0, "GPU": taken}
 
 
+def test_a_service_takes_what_its_class_says_and_libraries_find_their_variables(
+    node, monkeypatch, tmp_path
+):
+    cluster = node(8, counted=8.0)
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    file = tmp_path / "index.py"
+    text = "class Index:\n    capacity = 4\n    devices = {}\n    async def answer(self, r): ...\n"
+    for devices, variables in ((2, {"NCCL_DEBUG": "INFO"}), (0, {})):
+        file.write_text(text.format(devices))
+        [kind] = kinds(cluster, mode=f"{file}:Index", num_workers=3)
+        assert (kind.role, kind.num_workers) == ("service:index", 3)
+        assert kind.resources == {"CPU": 1.0, "GPU": float(devices)}
+        kind.start("w")
+        assert cluster.options["num_gpus"] == devices
+        given = (cluster.options["runtime_env"] or {}).get("env_vars", {})
+        assert given.items() >= variables.items()
+
+
 def test_without_usable_devices_a_worker_takes_none_whatever_ray_counts(node):
     [kind, *_] = kinds(node(0, counted=8.0))
     assert kind.resources["GPU"] == 0.0

@@ -42,7 +42,7 @@ def test_a_judge_serves_its_own_weights_and_says_what_its_answer_cost(chat_model
         worker = kind.start("j0")
         info = ray.get(worker.info.remote(), timeout=240)
         assert (info.role, len(info.model_hash)) == ("judge:strict", 64)
-        answers = ray.get([worker.judge.remote(REQUEST) for _ in range(2)], timeout=240)
+        answers = ray.get([worker.answer.remote(REQUEST) for _ in range(2)], timeout=240)
         ray.kill(worker)
     prompt = tokenizer.apply_chat_template(
         list(REQUEST.messages), add_generation_prompt=True, return_dict=False

@@ -9,8 +9,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from async_grpo.config.worker_config import WorkerConfig
-from async_grpo.rollout import remote_judge
-from async_grpo.rollout.remote_judge import RemoteJudge
+from async_grpo.rollout import judge
+from async_grpo.rollout.judge import RemoteJudge
 from async_grpo.types import JudgeRequest
 from async_grpo.util.errors import ServerAway, WorkerError
 
@@ -69,8 +69,7 @@ def ask(service, *, timeout_s=20.0):
         config = WorkerConfig(
             mode="judge", name="strict", model_path="some/model", judge_url=url, judge_key="A_KEY"
         )
-        judge = RemoteJudge(config, key="secret", worker_id="j", timeout_s=timeout_s)
-        return await judge.judge(REQUEST)
+        return await RemoteJudge(config, key="secret", timeout_s=timeout_s).answer(REQUEST)
 
     return asyncio.run(scenario())
 
@@ -107,7 +106,7 @@ def test_a_service_that_hangs_ends_with_the_deadline(service):
     [((503, {}), ServerAway), ((429, {}), ServerAway), ((400, {}), WorkerError)],
 )
 def test_a_service_that_is_away_is_told_from_one_that_refuses(service, monkeypatch, answer, error):
-    monkeypatch.setattr(remote_judge, "TRIES_AGAIN", 0)
+    monkeypatch.setattr(judge, "TRIES_AGAIN", 0)
     service.answers = [answer]
     with pytest.raises(error) as caught:
         ask(service)

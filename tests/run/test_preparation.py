@@ -44,12 +44,13 @@ def test_every_file_that_decides_what_is_trained_is_hashed(tmp_path):
     mine = f"{tmp_path}/mine.py:Mine"
     config = make_config(environment=mine, eval=f"held=h.jsonl,environment={mine}")
     rewards = SimpleNamespace(hashes={"own.py": "1", "helper.py of own.py": "2"})
-    workers = (SimpleNamespace(rewards=None), SimpleNamespace(rewards=rewards))
+    served = SimpleNamespace(rewards=None, code={"service index": "3"})
+    workers = (served, SimpleNamespace(rewards=rewards, code={}))
     found = hash_code(config, workers)
     assert found.keys() == {
         "environment", "helper.py of environment",
         "environment of --eval held", "helper.py of environment of --eval held",
-        "reward own.py", "reward helper.py of own.py",
+        "reward own.py", "reward helper.py of own.py", "service index",
     }  # fmt: skip
     assert found["reward own.py"] == "1"
     played = make_config(environment=f"agent:python {tmp_path}/mine.py --once")

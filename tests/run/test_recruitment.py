@@ -4,7 +4,14 @@ from pathlib import Path
 import pytest
 from fake_cluster import controller_client
 
-from async_grpo.config.roles import ENVIRONMENT, GENERATION, REFERENCE, VERIFIER, teacher
+from async_grpo.config.roles import (
+    ENVIRONMENT,
+    GENERATION,
+    REFERENCE,
+    VERIFIER,
+    service,
+    teacher,
+)
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.model.model_folder import ModelFacts
@@ -16,6 +23,8 @@ from async_grpo.util.errors import ConfigError, DeadlineError
 WORKER = WorkerInfo("w1", "generation", "node", 1, "other-model", 128, 8.0, 0.0, max_model_len=48)
 MATH = teacher("math")
 TESTS = Path(__file__).parents[1]
+SECOND_TRY = f"{TESTS.parent}/examples/calculator_service.py:SecondTry"
+CALCULATOR = service("calculator")
 OPD = f"{TESTS}/algorithms/opd.py:OnPolicyDistillation"
 TWO_TURNS = f"{TESTS}/environments/two_turns.py:TwoTurns"
 
@@ -131,6 +140,8 @@ def test_a_run_waits_for_exactly_the_roles_that_it_needs(look):
     assert look(*USUAL) == list(USUAL)
     every = [GENERATION, REFERENCE, MATH, ENVIRONMENT]
     assert look(*every, **EVERYTHING) == every
+    asked = [GENERATION, ENVIRONMENT, CALCULATOR, VERIFIER]
+    assert look(*asked, environment=SECOND_TRY) == asked
 
 
 def test_no_verifier_is_waited_for_where_every_environment_grades_itself(look, tmp_path):
@@ -167,6 +178,15 @@ def test_a_missing_role_is_named_with_the_command_that_starts_it(look, missing, 
         look(*present, **EVERYTHING | graded)
 
 
+def test_a_missing_service_is_named_with_who_asks_it_and_what_starts_it(look):
+    said = (
+        r"a service:calculator worker \(.*calculator_service.py:SecondTry asks "
+        r"services\['calculator'\]\), start .*--mode path/to/file.py:Name --name calculator`"
+    )
+    with pytest.raises(DeadlineError, match=said):
+        look(GENERATION, ENVIRONMENT, VERIFIER, environment=SECOND_TRY)
+
+
 def test_under_launch_nobody_is_told_to_start_a_worker(look, monkeypatch, caplog):
     monkeypatch.setenv(LAUNCH_LOGS, "run/logs")
     caplog.set_level("INFO")
@@ -177,7 +197,7 @@ def test_under_launch_nobody_is_told_to_start_a_worker(look, monkeypatch, caplog
     ]
 
 
-@pytest.mark.parametrize("role", [GENERATION, REFERENCE, MATH, ENVIRONMENT, VERIFIER])
+@pytest.mark.parametrize("role", [GENERATION, REFERENCE, MATH, ENVIRONMENT, VERIFIER, CALCULATOR])
 def test_the_command_that_a_missing_role_names_starts_that_role(role):
     words = command_for(role, model="model").strip("`").split()[2:]
     options = {

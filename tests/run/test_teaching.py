@@ -1,6 +1,7 @@
 """What a trainer looks at before it learns from teachers: types, their models, their heads."""
 
 from concurrent.futures import Future
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,7 +14,7 @@ from async_grpo.algorithms.base import Algorithm, ScoreNeed
 from async_grpo.checkpoint.resume import Start
 from async_grpo.model.lm_head import UNCHANGED, Rescaling
 from async_grpo.run.data import check_types
-from async_grpo.run.preparation import with_teachers
+from async_grpo.run.preparation import with_workers
 from async_grpo.run.recruitment import teachers_of
 from async_grpo.run.sampled_data import meet_teachers
 from async_grpo.types import Payload, Question, WorkerInfo
@@ -86,20 +87,22 @@ def info(name, model_hash):
                       model_hash=model_hash)  # fmt: skip
 
 
-def test_the_teachers_of_a_run_are_part_of_its_checkpoints():
+def test_the_teachers_and_services_of_a_run_are_part_of_its_checkpoints():
     hashes = Future()
     hashes.set_result({"model": "m"})
     teachers = {"a": info("w0", "one"), "b": info("w1", "two")}
-    saved = with_teachers(hashes, teachers, start=Start()).result(timeout=10)
-    assert saved == {"model": "m", "teacher a": "one", "teacher b": "two"}
+    served, other = info("w2", "three"), info("w3", "")
+    served = replace(served, role="service:index", code={"service index": "three"})
+    saved = with_workers(hashes, teachers, [served], start=Start()).result(timeout=10)
+    assert saved == {"model": "m", "teacher a": "one", "teacher b": "two", "service index": "three"}
     start = Start("checkpoint", SimpleNamespace(hashes=saved))
-    assert with_teachers(hashes, teachers, start=start).result(timeout=10) == saved
+    assert with_workers(hashes, teachers, [served], start=start).result(timeout=10) == saved
     with pytest.raises(CheckpointError) as caught:
-        with_teachers(hashes, teachers | {"b": info("w1", "other")}, start=start)
+        with_workers(hashes, teachers | {"b": info("w1", "other")}, [served], start=start)
     assert "the teacher b of /models/w1 must be what checkpoint was trained with" in str(
         caught.value
     )
-    assert with_teachers(hashes, {}, start=start) is hashes
+    assert with_workers(hashes, {}, [other], start=start) is hashes
 
 
 def members(*found):

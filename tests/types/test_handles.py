@@ -11,11 +11,11 @@ from async_grpo.cluster.handles import (
 )
 from async_grpo.controller.controller import Controller
 from async_grpo.environments.environment_worker import EnvironmentWorker
+from async_grpo.environments.service import ServiceWorker
 from async_grpo.gateway.run_gateway import Gateway
 from async_grpo.rollout.generation_worker import GenerationWorker
 from async_grpo.rollout.judge import JudgeWorker
 from async_grpo.rollout.logprob_worker import LogprobWorker
-from async_grpo.rollout.remote_judge import RemoteJudge
 from async_grpo.run.companions import RunRecorder, Witness
 from async_grpo.verification.pool import VerifierPool
 
@@ -25,8 +25,8 @@ OF_ROLE = {
     GenerationWorker: {"load_weights", "generate", *DEVICE_TRANSPORT},
     LogprobWorker: {"load_weights", "logprobs", "teach", "head", "join_express", "serve_express"},
     EnvironmentWorker: {"play"},
-    JudgeWorker: {"judge"},
-    RemoteJudge: {"judge"},
+    JudgeWorker: {"answer"},
+    ServiceWorker: {"answer"},
     VerifierPool: {"verify", "try_out", "take_share", "complaint"},
 }
 ACTORS = [
