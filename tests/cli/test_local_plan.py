@@ -8,7 +8,7 @@ from click.testing import CliRunner
 from async_grpo.cli.assignment import placed
 from async_grpo.cli.launch_file import launch
 from async_grpo.cli.local_run import options_of_run, planned
-from async_grpo.cli.run_processes import dispatcher_of
+from async_grpo.cli.run_processes import name_of
 from async_grpo.devices.inventory import Device, Inventory
 from async_grpo.util.errors import ConfigError
 
@@ -75,8 +75,7 @@ def test_a_service_has_the_devices_that_its_class_says(tmp_path, monkeypatch):
     run = plan_of("run.toml")
     assert shares(placed(run, machine(6))) == (2, 1.0, 1.0, 1.0, 1.0)
     assert shares(placed(run, machine(5)))[0] == 1  # one rank less, for it
-    assert "--mode=index.py:Index" in placed(run, machine(6)).worker_options[2]
-    assert dispatcher_of(run, 2, {}).log.name == "service.log"
+    assert name_of(run, 2) == "service"  # of its log
 
 
 def test_on_another_cluster_devices_are_those_of_its_nodes(monkeypatch):
