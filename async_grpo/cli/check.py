@@ -151,7 +151,7 @@ def _silent(logger: logging.Logger) -> Iterator[None]:
 def _read(file: str, options: Sequence[str]) -> LocalRun:
     """As `launch` reads it; without a file, options of the trainer are all there is."""
     if not file:
-        return read_run(config="", train_options=options, prepare="", num_cpus=0, ray_address="")
+        return read_run(config="", train_options=options)
     params = launch.make_context("launch", [file, *options]).params
     return read_run(**options_of_run(params))
 

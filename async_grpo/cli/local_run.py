@@ -153,11 +153,11 @@ def planned(*, trust: bool = False, starts: bool = True, **options: Any) -> Loca
 def read_run(
     *,
     config: str,
-    train_options: Sequence[str],
-    prepare: str,
-    num_cpus: int,
-    ray_address: str,
+    train_options: Sequence[str] = (),
     given: Table = NOTHING,
+    prepare: str = "",
+    num_cpus: int = 0,
+    ray_address: str = "",
     **of_workers: bool,
 ) -> LocalRun:
     """The run of a file, or without one that of the trainer's options alone.
