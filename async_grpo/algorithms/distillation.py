@@ -90,10 +90,7 @@ class Distillation(Grpo):
         """See distillation_loss.py."""
         from async_grpo.algorithms.distillation_loss import distillation_loss  # with torch
 
-        return distillation_loss(
-            scored, packed, teaching=self.config.teaching,
-            objective=self.config.objective, mode=self.config.mode,
-        )  # fmt: skip
+        return distillation_loss(scored, packed, self.config.teaching, grpo=super().loss)
 
     def in_words(self) -> tuple[str, ...]:
         words = teachers_in_words(self.config.teaching, self.config.teacher_routes)

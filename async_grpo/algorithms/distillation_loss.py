@@ -24,15 +24,13 @@ hidden size.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from async_grpo.algorithms.base import LossSums, Teacher
-from async_grpo.algorithms.grpo_loss import grpo_loss
-from async_grpo.config.objective import ObjectiveOptions
 from async_grpo.config.roles import TEACHER
 from async_grpo.config.teaching import TeachingOptions
 from async_grpo.model.logprobs import LEAST_LOGPROB, TokenLogprobs
@@ -42,18 +40,14 @@ NAME = "divergence"
 IDS, LOGPROBS, TAIL = f"{TEACHER}.ids", f"{TEACHER}.logprobs", f"{TEACHER}.tail"
 HIDDEN, LOGITS, INDEX = f"{TEACHER}.hidden", f"{TEACHER}.logits", f"{TEACHER}.index"
 Rows = Mapping[str, Tensor]
+Loss = Callable[[TokenLogprobs, PackedMinibatch], LossSums]
 MAX_EXPONENT = 80.0  # exp() of it is finite in float32, and beside it 1 is nothing
 
 
 def distillation_loss(
-    scored: TokenLogprobs,
-    packed: PackedMinibatch,
-    *,
-    teaching: TeachingOptions,
-    objective: ObjectiveOptions,
-    mode: str,
+    scored: TokenLogprobs, packed: PackedMinibatch, teaching: TeachingOptions, *, grpo: Loss
 ) -> LossSums:
-    """GRPO's sums with the teachers' part of each advantage, and γ Σ w_i divergence_it.
+    """The sums of `grpo` with the teachers' part of each advantage, and γ Σ w_i divergence_it.
 
     `scored.terms[NAME]` [N] is there where γ is not 0, and is summed over given tokens too.
     `teacher_gap_sum` is over sampled tokens, unweighted, as `gkd_divergence_sum` is over all.
@@ -64,13 +58,7 @@ def distillation_loss(
         bound = teaching.opd_clip or None
         within = gap if bound is None else gap.clamp(-bound, bound)
         followed = followed + teaching.opd_coefficient * within
-    result = grpo_loss(
-        scored.logprobs,
-        scored.entropy,
-        replace(packed, advantages=followed),
-        objective=objective,
-        mode=mode,
-    )
+    result = grpo(scored, replace(packed, advantages=followed))
     loss, sums = result.loss, {**result.sums, "teacher_gap_sum": _sampled(gap, packed).sum()}
     if teaching.gkd_coefficient:
         divergence_N = scored.terms[NAME]

@@ -51,7 +51,7 @@ def grpo_loss(
     policy_sum = (packed.weights * policy).sum()
     loss, kl_sums = policy_sum, {}
     if objective.kl_in_loss:
-        kl_sums["kl_sum"] = _kl_sum(logprobs, old, packed, objective)
+        kl_sums["kl_sum"] = _kl_sum(logprobs, old, packed, objective.kl_estimator)
         loss = loss + objective.kl_coefficient * kl_sums["kl_sum"]
     if objective.entropy_coefficient:
         loss = loss - objective.entropy_coefficient * (packed.weights * entropy).sum()
@@ -60,7 +60,7 @@ def grpo_loss(
         **kl_sums,
         "clipped_tokens": clipped.sum(),
         "corrected_tokens": corrected.sum(),
-        "far_tokens": _is_far(logprobs, old, packed, objective).sum(),
+        "far_tokens": _is_far(logprobs, old, packed, objective.kl_in_loss).sum(),
     }
     return LossSums(loss, sums=sums)
 
@@ -90,27 +90,23 @@ def _old(logprobs: Tensor, packed: PackedMinibatch, mode: str) -> Tensor:
     return (logprobs if given is None else given).detach()
 
 
-def _kl_sum(
-    logprobs: Tensor, old: Tensor, packed: PackedMinibatch, objective: ObjectiveOptions
-) -> Tensor:
+def _kl_sum(logprobs: Tensor, old: Tensor, packed: PackedMinibatch, estimator: str) -> Tensor:
     """Σ w_i * kl_it.
 
     `k3_iw` is k3 times the token's policy ratio with its gradient, whose expectation under the old
     policy is the gradient of the KL itself (DeepSeek-V3.2, arXiv 2512.02556, section 3.1).
     """
-    kl = kl_penalty(logprobs, packed.scores[REFERENCE], estimator=objective.kl_estimator)
-    if objective.kl_estimator == "k3_iw":
+    kl = kl_penalty(logprobs, packed.scores[REFERENCE], estimator=estimator)
+    if estimator == "k3_iw":
         kl = kl * torch.exp(bounded(logprobs - old))
     return (packed.weights * kl).sum()
 
 
 @torch.no_grad()
-def _is_far(
-    logprobs: Tensor, old: Tensor, packed: PackedMinibatch, objective: ObjectiveOptions
-) -> Tensor:
+def _is_far(logprobs: Tensor, old: Tensor, packed: PackedMinibatch, kl_in_loss: bool) -> Tensor:
     """[N] bool: which tokens are beyond the bound of exponents."""
     is_far = logprobs - old > MAX_EXPONENT
-    if objective.kl_in_loss:
+    if kl_in_loss:
         is_far |= packed.scores[REFERENCE] - logprobs > MAX_EXPONENT
     return is_far
 

@@ -81,12 +81,9 @@ def bills_of(asked: Asked, split: Split) -> tuple[RoleBill, ...]:
 def training_of(asked: Asked, num_ranks: int) -> Training:
     """How a rank trains, with activation checkpointing where it needs it."""
     training = as_billed(
-        asked.train.memory,
-        num_tokens=asked.train.batching.max_tokens_per_gpu,
-        shard_ranks=asked.shard_ranks(num_ranks),
-        compute_bytes=asked.train_bytes,
-        keeps_old_policy=find_algorithm(asked.train).uses_old_policy,
-    )
+        asked.train.memory, find_algorithm(asked.train), number_bytes=asked.train_bytes,
+        shard_ranks=asked.shard_ranks(num_ranks), tokens=asked.train.batching.max_tokens_per_gpu,
+    )  # fmt: skip
     if asked.train.memory.activation_checkpointing != "auto":
         return training
     free = _tensor_room(asked) or asked.host_bytes // num_ranks or 1 << 62

@@ -140,11 +140,8 @@ def train(
         references=data.references_to_save,
     )  # fmt: skip
     checkpoints.check_folder()
-    config = learner.config
-    writers = writers_of(
-        config.recording, ranks, first=start.batches, options=config.options(),
-        questions_per_step=config.batching.questions_per_step,
-    )  # fmt: skip
+    recording, options = learner.config.recording, learner.config.options()
+    writers = writers_of(recording, ranks, first=start.batches, options=options)
     learner.recorder.begin(*writers)
     if start.folder:
         data.restore(start)

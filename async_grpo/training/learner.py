@@ -13,7 +13,6 @@ import torch.distributed as dist
 from async_grpo.algorithms.find import find_algorithm, users_algorithm
 from async_grpo.batching.supervised import pack_pairs
 from async_grpo.config.live import Settings, with_settings
-from async_grpo.config.memory_options import MemoryOptions
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.devices.bill import GIB, trainer_bill, with_checkpointing_if_needed
 from async_grpo.devices.current import free_bytes
@@ -57,7 +56,7 @@ class Learner:
     def build(cls, config: TrainConfig, ranks: Ranks) -> Learner:
         """Load, shard and equip the policy; float32 master weights."""
         code, memory = users_algorithm(config), config.memory
-        algorithm = find_algorithm(config, code)  # before the minutes in which a model loads
+        find_algorithm(config, code)  # before the minutes in which a model loads
         if of_rank_0 := ranks.share(lambda: code):
             of_rank_0.require_same(code)
         dtype = compute_dtype(memory.mixed_precision, ranks.device)
@@ -72,13 +71,7 @@ class Learner:
             attention=attention,
             dtype=torch.float32,
             device=ranks.device,
-            shard=lambda policy: shard_as_billed(
-                policy,
-                memory,
-                ranks,
-                num_tokens=config.batching.max_tokens_per_gpu,
-                keeps_old_policy=algorithm.uses_old_policy,
-            ),
+            shard=lambda policy: shard_as_billed(policy, config, ranks),
             parameters_on=torch.device("cpu") if memory.offload == "parameters" else None,
         )
         learner = cls(policy, config, ranks, peak=peak)
@@ -140,26 +133,17 @@ class Learner:
         return end.num_tokens if self.algorithm.aggregation == "token-mean" else end.num_samples
 
 
-def shard_as_billed(
-    policy: PolicyModel,
-    memory: MemoryOptions,
-    ranks: Ranks,
-    *,
-    num_tokens: int,
-    keeps_old_policy: bool,
-) -> None:
+def shard_as_billed(policy: PolicyModel, config: TrainConfig, ranks: Ranks) -> None:
     """Shard an outlined policy as the options say, and log what it will take; collective.
 
     `--activation-checkpointing auto` is decided here, for all ranks by the one with the least room.
     """
+    model, memory = model_shape(policy), config.memory
+    dtype = compute_dtype(memory.mixed_precision, ranks.device)
     training = as_billed(
-        memory,
-        num_tokens=num_tokens,
-        shard_ranks=ranks.mesh.size(-1),
-        compute_bytes=compute_dtype(memory.mixed_precision, ranks.device).itemsize,
-        keeps_old_policy=keeps_old_policy,
-    )
-    model = model_shape(policy)
+        memory, find_algorithm(config), number_bytes=dtype.itemsize,
+        shard_ranks=ranks.mesh.size(-1), tokens=config.batching.max_tokens_per_gpu,
+    )  # fmt: skip
     free = free_bytes(ranks.device, share=memory.gpus_per_rank)
     if memory.activation_checkpointing == "auto":
         wanted = with_checkpointing_if_needed(model, training, free_bytes=int(USED * free))

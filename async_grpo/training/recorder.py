@@ -116,17 +116,12 @@ class Recorder:
 
 
 def writers_of(
-    recording: RecordingOptions,
-    ranks: Ranks,
-    *,
-    first: int,
-    options: Options,
-    questions_per_step: int,
+    recording: RecordingOptions, ranks: Ranks, *, first: int, options: Options
 ) -> Iterator[StepWriter]:
     """Yield what writes the steps of a run with these `options` from batch `first` on."""
     yield Suspects(recording.output_dir, ranks, options=options)
     if recording.dump_token_columns and recording.dump_samples_filename:
-        yield TokenDump(recording, ranks, questions_per_step=questions_per_step)
+        yield TokenDump(recording, ranks, first_ordinal=first * options["batch_size"])
     if recording.replay_max_gib:
         yield MinibatchLog(recording, ranks, first=first, options=options)
 
@@ -229,22 +224,22 @@ class TokenDump(StepWriter):
 
     needs_terms = True
 
-    def __init__(
-        self, recording: RecordingOptions, ranks: Ranks, *, questions_per_step: int
-    ) -> None:
-        """All ranks' files together may be as large as the dump."""
-        self._questions_per_step = questions_per_step
+    def __init__(self, recording: RecordingOptions, ranks: Ranks, *, first_ordinal: int) -> None:
+        """All ranks' files together may be as large as the dump.
+
+        What is there from `first_ordinal` on goes when it is trained again.
+        """
+        self._cut_at: int | None = first_ordinal
         self._rank = ranks.rank
         path = tokens_file(Path(recording.output_dir, recording.dump_samples_filename), ranks.rank)
         max_bytes = recording.dump_max_gib * 2**30 / ranks.world_size or UNLIMITED
         self._dump = SampleDump(path, max_bytes=max_bytes, unit="rows")
-        self._is_new = True
 
     def write(self, step: TrainedStep) -> None:
         """Append a line a row, in the order of minibatches."""
-        if self._is_new:  # what a run that goes on has trained since its checkpoint
-            self._is_new = False
-            self._dump.cut_back((step.number - 1) * self._questions_per_step)
+        if self._cut_at is not None:
+            self._dump.cut_back(self._cut_at)
+            self._cut_at = None
         for trained in step.minibatches:
             if trained.minibatch.samples:
                 self._dump.write(self._lines(trained, step))

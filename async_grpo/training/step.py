@@ -95,8 +95,7 @@ class GradientStep:
         """`options`: those of the steps that follow; whoever trains may set others between steps.
         `device` computes; None: it is where the parameters are.
         """
-        on_host = memory.offload == "optimizer"
-        self.optimizer = make_optimizer(policy, options, on_host=on_host)
+        self.optimizer = make_optimizer(policy, options, on_host=memory.offload == "optimizer")
         self.options = options
         self.clocks = Clocks()  # a resumed run sets them, and the optimizer's own state
         self._policy = policy

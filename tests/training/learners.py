@@ -30,9 +30,8 @@ def make_learner(folder, **options):
     config = TrainConfig(**(small | penalty | paths | options))
     ranks = SimpleNamespace(rank=3, world_size=4, device=torch.device("cpu"))
     learner = Learner(PolicyModel(tiny_model(tied=True)), config, ranks)
-    questions = config.batching.questions_per_step
-    options = {"options": config.options(), "questions_per_step": questions}
-    learner.recorder.begin(*writers_of(config.recording, ranks, first=0, **options))
+    writers = writers_of(config.recording, ranks, first=0, options=config.options())
+    learner.recorder.begin(*writers)
     return learner
 
 

@@ -27,10 +27,7 @@ def shard_with(free, monkeypatch, *, others=0, **options):
         agree=lambda mine: max(mine, others),
     )
     config = TrainConfig(model_name_or_path="m", data_path="d", max_staleness=1, **options)
-    learner.shard_as_billed(
-        PolicyModel(tiny_model(tied=True)), config.memory, ranks,
-        num_tokens=config.batching.max_tokens_per_gpu, keeps_old_policy=False,
-    )  # fmt: skip
+    learner.shard_as_billed(PolicyModel(tiny_model(tied=True)), config, ranks)
 
 
 @pytest.mark.parametrize(
