@@ -59,7 +59,8 @@ class Distillation(Grpo):
 
     def prepare(self) -> None:
         """See `Algorithm`."""
-        check_distillation(self.config)
+        config = self.config
+        check_distillation(config.teaching, config.objective, config.data)
         super().prepare()
         self._payload = payload_of(self.config.teaching)
         need = ScoreNeed(

@@ -55,6 +55,6 @@ def find_algorithm(config: TrainConfig, code: UserCode | None = None) -> Algorit
 
 
 def _shipped(config: TrainConfig) -> type[Algorithm]:
-    check_distillation(config)
+    check_distillation(config.teaching, config.objective, config.data)
     found = SHIPPED[config.objective.algorithm]
     return Distillation if found is Grpo and config.teaching.has_teacher_terms else found

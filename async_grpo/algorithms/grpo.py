@@ -44,8 +44,9 @@ class Grpo(Algorithm):
 
     def prepare(self) -> None:
         """See `Algorithm`."""
-        check_objective(self.config)
         objective, mode = self.config.objective, self.config.mode
+        longest = self.config.sampling.max_generation_tokens
+        check_objective(objective, mode=mode, max_generation_tokens=longest)
         if objective.kl_coefficient:
             self.needs = (ScoreNeed(REFERENCE, before_advantages=not objective.kl_in_loss),)
         # With one step a batch the policy itself is what it was at the start.

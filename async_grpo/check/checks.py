@@ -103,7 +103,7 @@ def check_model(setup: Setup, facts: Facts) -> Iterator[Finding]:
     else:
         yield Finding("ok", "model", sizes_in_words(facts.model, facts.size))
         vocab_size = facts.model.vocab_size
-        yield from _of("teachers", lambda: check_vocabulary(setup.train, vocab_size))
+        yield from _of("teachers", lambda: check_vocabulary(setup.train.teaching, vocab_size))
 
 
 def check_contents(setup: Setup, facts: Facts) -> Iterator[Finding]:

@@ -17,18 +17,14 @@ from numpy.typing import NDArray
 from async_grpo.algorithms.find import find_algorithm
 from async_grpo.checkpoint.folder import CheckpointFolder, read_checkpoint
 from async_grpo.checkpoint.reader import MANIFEST_NAME, Manifest
-from async_grpo.config.option import Change, flag, options_of_change, require
-from async_grpo.config.train_config import TrainConfig
+from async_grpo.config.option import flag, require
+from async_grpo.config.train_config import FIXED, INCIDENTAL, PLACES, TrainConfig
 from async_grpo.training.schedule import Clocks
 from async_grpo.types import GivenPair, Question, ResumePoint, TrainingPair
 from async_grpo.util.errors import CheckpointError, ConfigError
 from async_grpo.util.run_folder import CHECKPOINTS_FOLDER, METRICS_FILE, PARAMETERS_FILE, is_restart
 
 logger = logging.getLogger(__name__)
-FIXED = options_of_change(TrainConfig, Change.FIXED)
-PLACES = options_of_change(TrainConfig, Change.PLACE)
-# Beside these a run that has left no checkpoint may differ from one that starts in its place.
-INCIDENTAL = options_of_change(TrainConfig, Change.INCIDENTAL)
 Record = Question | TrainingPair | GivenPair
 
 

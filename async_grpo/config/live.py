@@ -6,16 +6,13 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from async_grpo.config.option import (
-    Change,
     flag,
     option_fields,
     option_types,
-    options_of_change,
 )
-from async_grpo.config.train_config import TrainConfig
+from async_grpo.config.train_config import LIVE, TrainConfig
 from async_grpo.util.errors import ConfigError
 
-LIVE = options_of_change(TrainConfig, Change.LIVE)
 Settings = Mapping[str, Any]
 
 

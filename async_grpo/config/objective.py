@@ -18,12 +18,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from async_grpo.config.option import Change, Options, option
-
-if TYPE_CHECKING:
-    from async_grpo.config.train_config import TrainConfig
 
 MASK_MARGIN = 0.01  # of the ratio: bfloat16 was seen to move it by up to 1 %
 PRESET_NAMES = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo")
@@ -103,45 +100,41 @@ class ObjectiveOptions(Options):
         )
 
 
-def check_objective(config: TrainConfig) -> None:
-    """Raise `ConfigError` for what contradicts itself."""
-    if (config.objective.aggregation == "constant") != (
-        config.objective.constant_length_samples > 0
-    ):
+def check_objective(config: ObjectiveOptions, *, mode: str, max_generation_tokens: int) -> None:
+    """Raise `ConfigError` for what contradicts itself; `mode` is `TrainConfig.mode`."""
+    if (config.aggregation == "constant") != (config.constant_length_samples > 0):
         raise config.refusal(
             "constant_length_samples",
             "goes with --aggregation constant, and only with it",
             "set both, for example to --max-generation-tokens, or neither",
         )
     _check_ratio(config)
-    if config.objective.importance_correction != "none":
-        _check_correction(config)
-    if config.objective.overlong_buffer_tokens > config.sampling.max_generation_tokens:
+    if config.importance_correction != "none":
+        _check_correction(config, mode)
+    if config.overlong_buffer_tokens > max_generation_tokens:
         raise config.refusal(
             "overlong_buffer_tokens",
-            f"must not exceed --max-generation-tokens ({config.sampling.max_generation_tokens})",
+            f"must not exceed --max-generation-tokens ({max_generation_tokens})",
             "a fifth of it is usual",
         )
 
 
-def _check_ratio(config: TrainConfig) -> None:
-    is_plain = (
-        config.objective.aggregation == "sample-mean" and config.objective.policy_loss == "clip"
-    )
-    if config.objective.ratio_level == "sequence" and not is_plain:
+def _check_ratio(config: ObjectiveOptions) -> None:
+    is_plain = config.aggregation == "sample-mean" and config.policy_loss == "clip"
+    if config.ratio_level == "sequence" and not is_plain:
         raise config.refusal(
             "ratio_level",
             "must be token unless --aggregation is sample-mean and --policy-loss is clip "
-            f"(they are {config.objective.aggregation} and {config.objective.policy_loss})",
+            f"(they are {config.aggregation} and {config.policy_loss})",
             "GSPO is defined for one clipped ratio a sample: change the one or the other",
         )
-    if config.objective.clip_low > 1:
+    if config.clip_low > 1:
         raise config.refusal(
             "clip_low", "must be at most 1, which is no bound below", "0.2 is usual"
         )
-    if 0 < config.objective.dual_clip <= 1:
+    if 0 < config.dual_clip <= 1:
         raise config.refusal("dual_clip", "must be 0 (off) or above 1", "3 is usual")
-    if config.objective.dual_clip and config.objective.policy_loss != "clip":
+    if config.dual_clip and config.policy_loss != "clip":
         raise config.refusal(
             "dual_clip",
             "belongs to --policy-loss clip: cispo bounds the weight itself",
@@ -149,22 +142,22 @@ def _check_ratio(config: TrainConfig) -> None:
         )
 
 
-def _check_correction(config: TrainConfig) -> None:
-    if config.mode == "behaviour":
+def _check_correction(config: ObjectiveOptions, mode: str) -> None:
+    if mode == "behaviour":
         raise config.refusal(
             "importance_correction",
             "must be none where the ratio already compares with the engine (--ratio-mode "
             "behaviour): it would correct twice",
             "add --ratio-mode decoupled, or drop it",
         )
-    if not 1 <= config.objective.correction_high < math.inf:
+    if not 1 <= config.correction_high < math.inf:
         raise config.refusal("correction_high", "must be at least 1 and finite", "2 is usual")
-    if config.objective.correction_low > 1:
+    if config.correction_low > 1:
         raise config.refusal("correction_low", "must be in [0, 1]", "0.5 is usual")
-    if config.objective.importance_correction != "mask":
+    if config.importance_correction != "mask":
         return
     for name, usual in (("correction_low", 0.5), ("correction_high", 2.0)):
-        if abs(getattr(config.objective, name) - 1) < MASK_MARGIN:
+        if abs(getattr(config, name) - 1) < MASK_MARGIN:
             raise config.refusal(
                 name,
                 f"must be at least {MASK_MARGIN} away from 1 with --importance-correction mask, or "

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 from async_grpo.config.option import POSITIVE, Change, Options, Several, flag, option
 
 if TYPE_CHECKING:
-    from async_grpo.config.train_config import TrainConfig
+    from async_grpo.config.data_options import DataOptions
+    from async_grpo.config.objective import ObjectiveOptions
 
 EVERY_TYPE = ""  # the type in `teacher_routes` of a teacher that is named alone
 # {coefficient of a term: what nothing but this term reads}
@@ -106,56 +107,60 @@ class TeachingOptions(Options):
         return self.opd_coefficient > 0 or self.gkd_coefficient > 0
 
 
-def check_distillation(config: TrainConfig) -> None:
+def check_distillation(
+    teaching: TeachingOptions, objective: ObjectiveOptions, data: DataOptions
+) -> None:
     """Raise `ConfigError` for what contradicts itself."""
-    _check_routes(config)
-    if config.teaching.has_teacher_terms and config.objective.algorithm == "sft":
-        raise config.refusal(
+    _check_routes(teaching, data)
+    if teaching.has_teacher_terms and objective.algorithm == "sft":
+        raise objective.refusal(
             "algorithm", "must be grpo to learn from teachers", "add --algorithm grpo"
         )
-    if config.teaching.gkd_alpha > 1:
-        raise config.refusal("gkd_alpha", "must be in [0, 1]", "0.5 is usual")
-    if config.teaching.opd_coefficient and config.objective.ratio_level == "sequence":
-        raise config.refusal(
+    if teaching.gkd_alpha > 1:
+        raise teaching.refusal("gkd_alpha", "must be in [0, 1]", "0.5 is usual")
+    if teaching.opd_coefficient and objective.ratio_level == "sequence":
+        raise objective.refusal(
             "ratio_level",
             "must be token with --opd-coefficient, a teacher's advantage is each token's own",
             "add --ratio-level token, or take --gkd-coefficient instead",
         )
-    _check_terms(config.teaching)
-    _check_express(config)
-    _check_pairs(config.teaching)
-    if not config.teaching.reward_coefficient:
-        _check_without_rewards(config)
+    _check_terms(teaching)
+    _check_express(teaching, data)
+    _check_pairs(teaching)
+    if not teaching.reward_coefficient:
+        _check_without_rewards(teaching, objective)
 
 
-def check_vocabulary(config: TrainConfig, vocab_size: int) -> None:
+def check_vocabulary(teaching: TeachingOptions, vocab_size: int) -> None:
     """Raise `ConfigError` if teachers are asked for more tokens than there are."""
-    is_cut = config.teaching.gkd_coefficient > 0 and config.teaching.teacher_payload == "topk"
-    if is_cut and config.teaching.gkd_top_k > vocab_size:
-        raise config.refusal(
+    is_cut = teaching.gkd_coefficient > 0 and teaching.teacher_payload == "topk"
+    if is_cut and teaching.gkd_top_k > vocab_size:
+        raise teaching.refusal(
             "gkd_top_k",
             f"must not exceed the {vocab_size} tokens of the vocabulary",
             "64 is usual, and --teacher-payload hidden takes all of them",
         )
 
 
-def _check_routes(config: TrainConfig) -> None:
-    given = (*config.teaching.teacher_for, *config.data.file_teachers)
-    if config.teaching.has_teacher_terms and not given:
-        used = "opd_coefficient" if config.teaching.opd_coefficient else "gkd_coefficient"
-        raise config.refusal(used, "needs a teacher", "add --teacher-for NAME, or TYPE=NAME")
-    if given and not config.teaching.has_teacher_terms:
-        raise config.refusal(
-            "teacher_for" if config.teaching.teacher_for else "data",
+def _check_routes(teaching: TeachingOptions, data: DataOptions) -> None:
+    given = (*teaching.teacher_for, *data.file_teachers)
+    if teaching.has_teacher_terms and not given:
+        used = "opd_coefficient" if teaching.opd_coefficient else "gkd_coefficient"
+        raise teaching.refusal(used, "needs a teacher", "add --teacher-for NAME, or TYPE=NAME")
+    if given and not teaching.has_teacher_terms:
+        part, name = (teaching, "teacher_for") if teaching.teacher_for else (data, "data")
+        raise part.refusal(
+            name,
             "names a teacher that nobody uses",
             "add --gkd-coefficient or --opd-coefficient, or drop it",
         )
-    if len(config.teacher_routes) < len(given):
-        raise config.refusal(
+    routes = teaching.routes | data.file_teachers
+    if len(routes) < len(given):
+        raise teaching.refusal(
             "teacher_for", "must name one teacher for each type", "give each type once"
         )
-    if not all(config.teacher_names):
-        raise config.refusal(
+    if not all(routes.values()):
+        raise teaching.refusal(
             "teacher_for", "must be NAME or TYPE=NAME", "put the teacher's name behind the ="
         )
 
@@ -172,15 +177,15 @@ def _check_terms(config: TeachingOptions) -> None:
             )
 
 
-def _check_express(config: TrainConfig) -> None:
-    if not config.teaching.express:
+def _check_express(teaching: TeachingOptions, data: DataOptions) -> None:
+    if not teaching.express:
         return
-    if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", config.teaching.express):
-        raise config.refusal("express", "must be DxT, two positive numbers", "1x1 is one worker")
-    if config.teaching.teacher_payload != "logits":
-        raise config.refusal("express", "needs --teacher-payload logits", "add it, or drop this")
-    if len(config.teacher_names) > 1:
-        raise config.refusal(
+    if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", teaching.express):
+        raise teaching.refusal("express", "must be DxT, two positive numbers", "1x1 is one worker")
+    if teaching.teacher_payload != "logits":
+        raise teaching.refusal("express", "needs --teacher-payload logits", "add it, or drop this")
+    if len({*(teaching.routes | data.file_teachers).values()}) > 1:
+        raise teaching.refusal(
             "express", "serves one teacher", "name one, or take --teacher-payload hidden"
         )
 
@@ -200,19 +205,19 @@ def _check_pairs(config: TeachingOptions) -> None:
         )
 
 
-def _check_without_rewards(config: TrainConfig) -> None:
-    if not config.teaching.has_teacher_terms:
-        raise config.refusal(
+def _check_without_rewards(teaching: TeachingOptions, objective: ObjectiveOptions) -> None:
+    if not teaching.has_teacher_terms:
+        raise teaching.refusal(
             "reward_coefficient",
             "must be positive without a teacher: nothing would be learnt",
             "leave it at 1, or add --gkd-coefficient or --opd-coefficient",
         )
     inert = {
-        "dynamic_sampling": config.objective.dynamic_sampling,
-        "overlong_buffer_tokens": config.objective.overlong_buffer_tokens,
-        "kl_coefficient": config.objective.kl_coefficient and not config.objective.kl_in_loss,
+        "dynamic_sampling": objective.dynamic_sampling,
+        "overlong_buffer_tokens": objective.overlong_buffer_tokens,
+        "kl_coefficient": objective.kl_coefficient and not objective.kl_in_loss,
     }
     for name in (name for name, is_given in inert.items() if is_given):
-        raise config.refusal(
+        raise objective.refusal(
             name, "acts on rewards, which --reward-coefficient 0 leaves out", "drop one of the two"
         )

@@ -17,7 +17,7 @@ from async_grpo.config.evaluation_sets import (
 from async_grpo.config.memory_options import MemoryOptions
 from async_grpo.config.objective import ObjectiveOptions, with_preset
 from async_grpo.config.optimizer_options import OptimizerOptions
-from async_grpo.config.option import flag, parts_of, require
+from async_grpo.config.option import Change, flag, options_of_change, parts_of, require
 from async_grpo.config.run_options import PlaceOptions, RecordingOptions
 from async_grpo.config.sampling_options import BatchingOptions, SamplingOptions
 from async_grpo.config.teaching import EVERY_TYPE, TeachingOptions
@@ -210,3 +210,9 @@ class TrainConfig:
             return self.objective.ratio_mode
         on_policy = self.sampling.max_staleness == 0 and self.batching.steps_per_batch == 1
         return "on_policy" if on_policy else "behaviour"
+
+
+FIXED = options_of_change(TrainConfig, Change.FIXED)
+PLACES = options_of_change(TrainConfig, Change.PLACE)
+INCIDENTAL = options_of_change(TrainConfig, Change.INCIDENTAL)
+LIVE = options_of_change(TrainConfig, Change.LIVE)

@@ -129,7 +129,7 @@ def _load(
             "%d given pairs, for %.3g of the samples", len(pairs), 1 - config.teaching.gkd_lambda
         )
     warn_of_few(config, len(questions))
-    check_vocabulary(config, facts.vocab_size)
+    check_vocabulary(config.teaching, facts.vocab_size)
     check_types(config, questions, pairs)
     plan = plan_run(
         config, facts, questions, held_out, sets=sets, pairs=pairs, num_ranks=num_ranks,

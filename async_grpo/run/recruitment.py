@@ -100,7 +100,7 @@ def teachers_of(client: ControllerClient, config: TrainConfig) -> dict[str, Work
                 f"the last worker of teacher {name} has ended while the run began: look at its "
                 "dispatcher's terminal, and start both again"
             )
-        check_vocabulary(config, members[0].vocab_size)
+        check_vocabulary(config.teaching, members[0].vocab_size)
         found[name] = members[0]
     return found
 

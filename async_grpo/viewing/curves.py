@@ -21,8 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from async_grpo.config.option import Change, options_of_change
-from async_grpo.config.train_config import TrainConfig
+from async_grpo.config.train_config import INCIDENTAL
 from async_grpo.util import deadlines
 from async_grpo.util.errors import ConfigError, DataError
 
@@ -40,7 +39,7 @@ PANELS = (
 )  # fmt: skip
 PANELS_OF_PAIRS = ("loss", "eval_loss", "grad_norm", "learning_rate")
 # Of a run, what makes no other experiment of it.
-NOT_COMPARED = {"output_dir", *options_of_change(TrainConfig, Change.INCIDENTAL)}
+NOT_COMPARED = {"output_dir", *INCIDENTAL}
 SEED_AT_THE_END = re.compile(r"[-_. ]*(seed|s)?[-_. ]*\d*$")
 Row = dict[str, Any]  # of measures, in JSON
 Floats = NDArray[np.float64]

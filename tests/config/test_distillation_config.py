@@ -121,13 +121,13 @@ def test_a_line_s_type_chooses_its_teacher_and_a_name_alone_takes_the_rest():
 
 
 def test_k_is_held_to_the_vocabulary_only_where_k_tokens_travel():
-    check_vocabulary(config(**GKD, gkd_top_k=32), 32)
-    check_vocabulary(config(**GKD, gkd_top_k=33, teacher_payload="hidden"), 32)
-    check_vocabulary(config(**OPD, gkd_top_k=33), 32)
+    check_vocabulary(config(**GKD, gkd_top_k=32).teaching, 32)
+    check_vocabulary(config(**GKD, gkd_top_k=33, teacher_payload="hidden").teaching, 32)
+    check_vocabulary(config(**OPD, gkd_top_k=33).teaching, 32)
     with pytest.raises(
         ConfigError, match=r"--gkd-top-k must not exceed the 32 tokens of .* got 33"
     ):
-        check_vocabulary(config(**GKD, gkd_top_k=33), 32)
+        check_vocabulary(config(**GKD, gkd_top_k=33).teaching, 32)
 
 
 @pytest.mark.parametrize(
