@@ -15,7 +15,7 @@ from local_ray import local_ray
 from ray.exceptions import RayActorError, RayTaskError
 from tiny_models import canary_of, load_model
 
-from async_grpo.cluster import cluster as actors
+from async_grpo.cluster import handles
 from async_grpo.cluster.cluster import Cluster
 from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.rollout.generation_worker import GenerationWorker, worker_environment
@@ -189,14 +189,14 @@ def test_work_that_its_caller_gives_up_is_ended_in_the_engine(workers):
 
     async def give_up():
         answer = asyncio.ensure_future(
-            actors.work(worker.generate.remote(request), timeout_s=None, who="the worker")
+            handles.work(worker.generate.remote(request), timeout_s=None, who="the worker")
         )
         while 9 not in get(worker.ping.remote()).requests:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
         answer.cancel()
         await asyncio.wait({answer})
         with pytest.raises(DeadlineError):
-            await actors.work(worker.generate.remote(request), timeout_s=0.1, who="the worker")
+            await handles.work(worker.generate.remote(request), timeout_s=0.1, who="the worker")
 
     asyncio.run(give_up())
     deadline = time.monotonic() + 20
