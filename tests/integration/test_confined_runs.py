@@ -74,7 +74,7 @@ import ray, sys
 import numpy as np
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-from async_grpo.cluster.cluster import Cluster
+from async_grpo.cluster import cluster
 from async_grpo.verification.pool import VerifierPool
 from async_grpo.verification.config import VerifierConfig
 from async_grpo.run.reward_trial import example_output
@@ -83,7 +83,7 @@ from async_grpo.types import GradingRequest, Question, VerificationRequest
 own = dict(num_cpus=2, node_ip_address="127.0.0.1", object_store_memory=100 << 20)
 two = Cluster(initialize_head=True, head_node_args=own)
 two.add_node(**own)
-Cluster.join(two.address, namespace="n")
+cluster.Cluster.join(two.address, namespace="n")
 question = Question(np.arange(3, dtype=np.int32), "1+1=", "2", {})
 request = GradingRequest((VerificationRequest(0, 0, question, example_output(question)),))
 config = VerifierConfig(reward_names=(sys.argv[1],))

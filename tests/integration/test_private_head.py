@@ -36,7 +36,7 @@ def look(sample):
 POOL = """
 import ray, sys
 import numpy as np
-from async_grpo.cluster import cluster
+from async_grpo.cluster.cluster import Cluster
 from async_grpo.types import GradingRequest, Question, Turn, VerificationRequest
 from async_grpo.verification.config import VerifierConfig
 from async_grpo.verification.pool import VerifierPool
