@@ -11,7 +11,7 @@ PACKAGE = ROOT / "async_grpo"
 ROOMS = sorted(path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists())
 CALL = re.compile(rf"\b({'|'.join(ROOMS)})/(\w+)\.(\w+)")
 FILE = re.compile(r"`((?:[\w-]+/)+[\w-]+\.(?:py|toml|md)|(?:async_grpo|tests|benchmarks)/[\w/]*/)`")
-LINK = re.compile(r"\]\((?!http)([^)#]+)\)")
+LINK = re.compile(r"(?<!\")\]\((?!http)([^)#]+)\)")
 
 
 def defined(path: Path) -> set[str]:

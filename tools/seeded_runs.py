@@ -128,7 +128,7 @@ def train(name: str, address: str, questions: Path, *options: object) -> dict[st
     output = questions.parent / name
     with trainer(
         *(address, MODEL, questions, output, *COMMON, *own, *options),
-        ranks=num_ranks if num_ranks > 1 else 0,
+        ranks=num_ranks,
     ) as run:
         if run.wait(timeout_s=RUN_S):
             raise SystemExit(f"{name} has failed: {run.out[-2000:]}\n{run.err[-6000:]}")

@@ -244,6 +244,11 @@ def prepare_for_devices(environ: MutableMapping[str, str]) -> None:
         environ[ALLOCATOR[0]] = "expandable_segments:True"
 
 
+def own_ids() -> tuple[str, ...]:
+    """Ids of the devices that this process may use, as torch names them."""
+    return tuple(each.uuid.removeprefix("GPU-") for each in usable_devices().devices)
+
+
 def forwarded(environ: Mapping[str, str]) -> dict[str, str]:
     """What a dispatcher passes on to its workers, which inherit the environment of `ray start`.
 

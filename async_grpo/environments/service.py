@@ -24,7 +24,6 @@ from typing import Any
 
 import ray
 
-from async_grpo.devices.inventory import usable_devices
 from async_grpo.types import Pulse, ServiceRequest, WorkerInfo
 from async_grpo.types.message import packed, unpacked
 from async_grpo.util.deadlines import SERVICE_ANSWER_S
@@ -56,12 +55,16 @@ class ServiceWorker:
     """Wrap with `ray.remote(max_concurrency=1000)`; every request is a coroutine of its own."""
 
     def __init__(
-        self, make: Callable[[], Service], *, stated: WorkerInfo, on_device: bool = False
+        self,
+        make: Callable[[], Service],
+        *,
+        stated: WorkerInfo,
+        devices: Callable[[], tuple[str, ...]] = tuple,
     ) -> None:
         """`make`: what answers, called here once; `stated`: what its dispatcher knows of it."""
         self._make = make
         self._stated = stated
-        self._on_device = on_device
+        self._devices = devices
         self._service: Service | None = None
         self._answering: set[asyncio.Task[object]] = set()
 
@@ -72,12 +75,11 @@ class ServiceWorker:
         """
         with self._told("cannot be made:"):
             self._service = await asyncio.to_thread(self._make)
-        devices = usable_devices().devices if self._on_device else ()  # as Ray lets it see them
         return replace(
             self._stated,
             node_id=ray.get_runtime_context().get_node_id(),
             pid=os.getpid(),
-            devices=tuple(each.uuid.removeprefix("GPU-") for each in devices),  # as torch has it
+            devices=self._devices(),
         )
 
     async def ping(self, after_s: float = 0.0) -> Pulse:

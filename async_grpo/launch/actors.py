@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from async_grpo.config.roles import ENVIRONMENT, GENERATION, JUDGE, SERVICE, VERIFIER
 from async_grpo.config.worker_config import WorkerConfig
-from async_grpo.devices.inventory import forwarded, usable_devices
+from async_grpo.devices.inventory import forwarded, own_ids, usable_devices
 from async_grpo.types.worker_info import WorkerInfo
 from async_grpo.util.errors import ConfigError
 from async_grpo.util.imports import startup_variables
@@ -139,7 +139,9 @@ def _service_starter(
     def start(worker_id: str) -> WorkerHandle:
         variables = forwarded(os.environ) if on_device else {}
         return _actor(cluster, ServiceWorker, taken, variables=variables).remote(
-            make, stated=replace(stated, worker_id=worker_id), on_device=on_device
+            make,
+            stated=replace(stated, worker_id=worker_id),
+            devices=own_ids if on_device else tuple,
         )
 
     return start
