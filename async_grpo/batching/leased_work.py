@@ -90,7 +90,7 @@ class LeasedWork(Generic[T]):
     cost: float  # in the unit of the role
     version: WeightsVersion | None = None  # of these weights, or of later ones; None: of any
     timeout_s: float | None = None  # of the answer
-    num_objects: int = 0  # that the method returns beside its answer, see `Lease.call_for`
+    num_objects: int = 0  # that the method returns beside its answer, see `Lease.call`
     slot: Hashable = None  # that deaths of workers count against, until the work is done
     terms: EvaluationTerms | None = None  # of the evaluation that it is for
     dataset_type: str | None = None  # nothing of it starts while a server of the type is away
@@ -127,7 +127,7 @@ class LeasedWorkers:
         self._probation = asyncio.Lock()  # held for each try of a suspect: one at a time
 
     async def answer(self, work: LeasedWork[T]) -> T:
-        """A good answer; with `num_objects` as `Lease.call_for` gives it.
+        """A good answer; with `num_objects` as `Lease.call` gives it.
 
         Raises `SlotFailed` when the tries are used up, or workers keep dying of it;
         `NoWorkerError` when nothing moves.
@@ -146,7 +146,12 @@ class LeasedWorkers:
                         if self.outages.is_open(work.dataset_type):
                             continue  # since it stood in line
                         asked = lease.worker_id
-                        answer = await _called(lease, work)
+                        answer: Any = await lease.call(
+                            work.method,
+                            work.request,
+                            timeout_s=work.timeout_s,
+                            num_objects=work.num_objects,
+                        )
                         work.check(answer)
                 except final:
                     raise
@@ -172,12 +177,6 @@ class LeasedWorkers:
             terms=work.terms,
             received=work.received,
         )
-
-
-async def _called(lease: Lease, work: LeasedWork[T]) -> Any:
-    if work.num_objects:
-        return await lease.call_for(work.method, work.request, num_objects=work.num_objects)
-    return await lease.call(work.method, work.request, timeout_s=work.timeout_s)
 
 
 class Attempts:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from async_grpo.cluster import handles
 from async_grpo.controller.balancer import Hold
 from async_grpo.controller.heartbeat import in_ticks
-from async_grpo.types import Arrays, Turn, WeightsVersion, WorkerInfo
+from async_grpo.types import Turn, WeightsVersion, WorkerInfo
 from async_grpo.util.errors import LeaseLost, LossCause, ProcessLostError, WorkerError
 
 if TYPE_CHECKING:
@@ -54,26 +54,23 @@ class Lease:
     def is_valid(self) -> bool:
         return not self.ended.done()
 
-    async def call(self, method: str, request: object, *, timeout_s: float | None = None) -> Any:
+    async def call(
+        self, method: str, request: object, *, timeout_s: float | None = None, num_objects: int = 0
+    ) -> Any:
         """The worker's answer to `method(request)`.
+
+        Of a method that returns `num_objects` more values: (answer, references). These values stay
+        where the worker made them. This process owns them: they live as long as anybody holds a
+        reference, whatever becomes of the worker.
 
         Raises what the worker raised, `DeadlineError`, and `LeaseLost` when the lease ends first.
         The worker stops working on a request that is given up.
         """
-        call = getattr(self.handle, method).remote(self._under(request))
-        return await self._answer(call, timeout_s=timeout_s)
-
-    async def call_for(
-        self, method: str, request: object, *, num_objects: int
-    ) -> tuple[Any, list[Awaitable[Arrays]]]:
-        """As `call`, of a method that returns `num_objects` more values: (answer, references).
-
-        These stay where the worker made them. This process owns them: they live as long as anybody
-        holds a reference, whatever becomes of the worker.
-        """
-        asked = getattr(self.handle, method).options(num_returns=1 + num_objects)
-        call, *objects = asked.remote(self._under(request))
-        return await self._answer(call), objects
+        asked = getattr(self.handle, method)
+        if not num_objects:
+            return await self._answer(asked.remote(self._under(request)), timeout_s=timeout_s)
+        call, *objects = asked.options(num_returns=1 + num_objects).remote(self._under(request))
+        return await self._answer(call, timeout_s=timeout_s), objects
 
     def _under(self, request: Any) -> object:
         return replace(request, lease_id=self.lease_id) if hasattr(request, "lease_id") else request

@@ -131,7 +131,7 @@ class ServedRun:
             lease = self._registry_of(role).lease(0, timeout_s=self._stall_timeout_s)
             try:
                 async with lease as worker:
-                    _, references = await worker.call_for("head", HeadRequest(), num_objects=1)
+                    _, references = await worker.call("head", HeadRequest(), num_objects=1)
                     return tuple(references)
             except LeaseLost as error:
                 logger.warning("another %s worker is asked for its head: %s", role, error)
