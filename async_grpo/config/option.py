@@ -93,9 +93,8 @@ def option(
     """A dataclass field for one option, whose help stands below it; `choices` are its legal values.
 
     `must`: one of `BOUNDS`, which a number is held to; empty: any will do. `change`: what one means
-    to a run that goes on; by default it is recorded. `none`: its value where
-    None is typed, which nobody may who has not said what it means. `aliases`: other names of it on
-    the command line. `several`: it may be typed again and again. `group`: the heading in `--help`
+    to a run that goes on; by default it is recorded. `none`: the value that a typed None stands
+    for; without it None is refused. `aliases`: other names of it on the command line. `several`: it may be typed again and again. `group`: the heading in `--help`
     of this option and of those that follow it in its class. `bare`: its value where its name alone
     is typed, as of the switch that it once was; that switch's True and False, then, are this and
     `none`.
