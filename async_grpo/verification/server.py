@@ -43,6 +43,7 @@ class GraderServer:
         self._extra = () if shipped else config.environment
         self._starting = asyncio.Lock()
         self._process: subprocess.Popen[bytes] | None = None
+        self._connection: socket.socket  # uvloop's own cannot be shut
         self._writer: asyncio.StreamWriter | None = None
         self._reports: asyncio.Task[None] | None = None
         self._waiting: dict[str, asyncio.Future[Mapping[str, Any]]] = {}
@@ -141,6 +142,7 @@ class GraderServer:
                 stdout=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C is not for it
             )
+        self._connection = ours
         reader, self._writer = await asyncio.open_connection(sock=ours)
         orders = {"config": asdict(self._config), "isolation": asdict(self.isolation)}
         self._writer.write(encode(orders))
@@ -187,7 +189,7 @@ class GraderServer:
             self._reports.cancel()
         if self._writer is not None:
             with contextlib.suppress(OSError):  # at once: a transport closes when the loop goes on
-                self._writer.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
+                self._connection.shutdown(socket.SHUT_RDWR)
             self._writer.transport.abort()
         self._reports = self._writer = None
         if self._process is not None:
