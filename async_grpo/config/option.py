@@ -94,10 +94,10 @@ def option(
 
     `must`: one of `BOUNDS`, which a number is held to; empty: any will do. `change`: what one means
     to a run that goes on; by default it is recorded. `none`: the value that a typed None stands
-    for; without it None is refused. `aliases`: other names of it on the command line. `several`: it may be typed again and again. `group`: the heading in `--help`
-    of this option and of those that follow it in its class. `bare`: its value where its name alone
-    is typed, as of the switch that it once was; that switch's True and False, then, are this and
-    `none`.
+    for; without it None is refused. `aliases`: other names of it on the command line. `several`: it
+    may be typed again and again. `group`: the heading in `--help` of this option and of those that
+    follow it in its class. `bare`: its value where its name alone is typed, as of the switch that
+    it once was; that switch's True and False, then, are this and `none`.
     """
     metadata = {"must": must, "change": change, "choices": choices, "none": none}
     metadata |= {"aliases": aliases, "several": several, "group": group, "bare": bare}
