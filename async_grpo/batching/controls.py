@@ -38,8 +38,8 @@ class Controls:
     @property
     def options(self) -> dict[str, object]:
         """Those that may be set, as they are now."""
-        live = with_settings(self._config, self.settings)
-        return {name: live.options()[name] for name in LIVE}
+        live = with_settings(self._config, self.settings).options()
+        return {name: live[name] for name in LIVE}
 
     @property
     def waiting(self) -> tuple[Control, ...]:
@@ -49,10 +49,11 @@ class Controls:
     @property
     def staleness(self) -> tuple[int, int]:
         """--max-staleness as it holds now, and from the next batch on."""
-        now = with_settings(self._config, self.settings)
-        return now.sampling.max_staleness, with_settings(
-            self._config, self._next()
-        ).sampling.max_staleness
+        now, following = (
+            with_settings(self._config, settings).sampling
+            for settings in (self.settings, self._next())
+        )
+        return now.max_staleness, following.max_staleness
 
     def ask(self, control: Control) -> None:
         """Take a request; raises `ConfigError` for one that cannot be."""

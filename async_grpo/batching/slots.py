@@ -160,10 +160,8 @@ class Slots:
         """The group is dropped whole and counted; a run in which nothing works is ended."""
         logger.warning("question %d is dropped: %s", ordinal, failure)
         self.ledger.settle(ordinal, fate="failed", reason=failure.stage)
-        num_samples, kind = (
-            self.plan.config.sampling.samples_per_question,
-            self.plan.type_of(ordinal),
-        )
+        num_samples = self.plan.config.sampling.samples_per_question
+        kind = self.plan.type_of(ordinal)
         self.sums.add_failed(step, ordinal, num_samples=num_samples, dataset_type=kind)
         is_given = bool(self.plan.pairs_of(ordinal))
         self._limits.failed(step.batch, failure, is_given=is_given, dataset_type=kind)

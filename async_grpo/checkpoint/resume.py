@@ -67,11 +67,8 @@ class Start:
         An option that the command line has changed since is the command line's.
         """
         saved: Mapping[str, Mapping[str, object]] = self.state.get("settings", {})
-        return {
-            name: change["is"]
-            for name, change in saved.items()
-            if config.options()[name] == change["was"]
-        }
+        own = config.options()
+        return {name: change["is"] for name, change in saved.items() if own[name] == change["was"]}
 
     @property
     def source(self) -> Path | None:

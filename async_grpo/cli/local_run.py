@@ -227,10 +227,14 @@ def commands_of(run: LocalRun) -> list[str]:
 
 
 def resolved_text(run: LocalRun, *, commands: Sequence[str]) -> str:
-    """The resolved file, and below it as comments the commands."""
-    text = re.sub(r"[\0-\x09\x0b-\x1f\x7f]", "?", "\n".join(commands))  # no comment may hold them
-    listed = textwrap.indent(text, "#     ")
-    return f"{as_toml(run.tables)}\n# What runs, in this order; each ends with the run:\n{listed}\n"
+    """The resolved file, and below it as comments the commands, which read it in its place."""
+    lines = [
+        "What runs, in this order; each ends with the run:",
+        *(f"    {command}" for command in commands),
+        f"They read this text as {run.resolved_file}, which launch writes before it starts them.",
+    ]
+    text = re.sub(r"[\0-\x09\x0b-\x1f\x7f]", "?", "\n".join(lines))  # no comment may hold them
+    return f"{as_toml(run.tables)}\n{textwrap.indent(text, '# ')}\n"
 
 
 def resuming(run: LocalRun) -> LocalRun:

@@ -1,4 +1,4 @@
-"""The options of memory and speed: what they change is no number of the result."""
+"""The options of memory and speed: how ranks compute, divide a model and send its weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from async_grpo.config.option import POSITIVE, Change, Options, option
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryOptions(Options):
-    """How a rank computes, how ranks divide the model, and how its weights travel."""
+    """Precision, kernels, sharding and offload of the ranks, and the transport of weights."""
 
     loss_chunksize: int = option(1024, none=0, group="Memory and speed")
     """tokens whose logits exist at a time; 0: those of a whole minibatch"""

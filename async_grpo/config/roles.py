@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -67,6 +67,17 @@ def service(name: str) -> str:
 def is_service(role: str) -> bool:
     """Whether that is the name of a service's role."""
     return role.startswith(service(""))
+
+
+def check_service(role: str, known: Collection[str]) -> None:
+    """Raise `ConfigError` for a service that is none of the `known` roles: those with workers."""
+    if is_service(role) and role not in known:
+        names = sorted(each.removeprefix(service("")) for each in known if is_service(each))
+        raise ConfigError(
+            f"a service must be one of {', '.join(names) or 'those that have had a worker'}, got "
+            f"services[{role.removeprefix(service(''))!r}]: correct the name, or start it with "
+            "--mode path/to/file.py:Name (--name names it, else its class)"
+        )
 
 
 def name_of_class(mode: str) -> str:

@@ -23,7 +23,7 @@ import ray
 
 from async_grpo.batching.records import BatcherPlan
 from async_grpo.cluster.cluster import Cluster
-from async_grpo.config.roles import VERIFIER, is_service, role_of, service
+from async_grpo.config.roles import VERIFIER, check_service, is_service, role_of
 from async_grpo.controller.heartbeat import until_gone
 from async_grpo.controller.leases import Lease
 from async_grpo.controller.registry import WorkerRegistry, registry_with
@@ -301,17 +301,11 @@ class Controller:
         `prefer`: a worker's id, a hint. `owner`: the lease under which the asker works itself; the
         work ends with it. Raises `LeaseLost` when the worker was lost, or the asker's own lease.
         """
-        self._check_service(role)
+        check_service(role, self._known_roles)
         owning = None if owner is None else self._lease(owner)
+        ask = self._current(run).ask
         work = partial(
-            self._current(run).ask,
-            role,
-            method,
-            request,
-            cost=cost,
-            version=version,
-            prefer=prefer,
-            owner=owning,
+            ask, role, method, request, cost=cost, version=version, prefer=prefer, owner=owning
         )
         return await self._while_it_lasts(
             run, work if owner is None else partial(_under, owning, work)
@@ -324,16 +318,6 @@ class Controller:
                 role_of(role), lease_ids=self._lease_ids, kill=self._kill
             )
         return self._registries[role]
-
-    def _check_service(self, role: str) -> None:
-        """Raise `ConfigError` for a service of which there has never been a worker."""
-        if is_service(role) and role not in (known := self._known_roles):
-            names = sorted(each.removeprefix(service("")) for each in known if is_service(each))
-            raise ConfigError(
-                f"a service must be one of {', '.join(names) or 'those that have had a worker'}, "
-                f"got services[{role.removeprefix(service(''))!r}]: correct the name, or start it "
-                "with --mode path/to/file.py:Name (--name names it, else its class)"
-            )
 
     def _check_model(self, info: WorkerInfo) -> None:
         """All teachers, or services, of one name are the same, for as long as a run lasts."""

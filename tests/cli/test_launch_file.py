@@ -17,7 +17,10 @@ from async_grpo.cli import launch_file
 from async_grpo.cli.first_steps import quickstart
 from async_grpo.cli.launch_file import _file_kept, launch
 from async_grpo.cli.local_run import options_of_run, planned
-from async_grpo.cli.train import resolved
+from async_grpo.cli.train import config_of, resolved
+from async_grpo.cli.train import main as train
+from async_grpo.cli.worker import main as worker
+from async_grpo.config.option import option_fields
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.run.first_checks import check_overwrite
@@ -279,6 +282,22 @@ def test_a_run_s_folder_keeps_the_very_file_that_was_launched(monkeypatch, tmp_p
         (run.folder / "training_params.json").touch()
     again = CliRunner().invoke(launch, ["runs/laptop/run.toml", "--dry-run"]).stdout
     assert first == again and 'output_dir = "runs/laptop"' in first
+
+
+def test_the_commands_of_a_dry_run_read_its_text(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    text = CliRunner().invoke(launch, ["examples/laptop.toml", "--dry-run"]).stdout
+    [place] = re.findall(r"(?m)^# They read this text as (\S+),", text)
+    Path(place).parent.mkdir(parents=True)
+    Path(place).write_text(text)
+    run = plan("examples/laptop.toml")
+    own = [line.split()[2:] for line in text.splitlines() if line.startswith("#     async-grpo ")]
+    serving = [words[1:] for words in own if words[0] == "worker"]
+    [training] = [words[1:] for words in own if words[0] == "train"]
+    for words, config in zip(serving, run.workers, strict=True):
+        read = worker.make_context("worker", words).params
+        assert WorkerConfig(**{name: read[name] for name in option_fields(WorkerConfig)}) == config
+    assert config_of(train.make_context("train", training)) == run.train
 
 
 def test_environment_and_agent_train_the_same_model_on_the_same_questions(monkeypatch):
