@@ -179,3 +179,9 @@ def test_clipping_is_live_where_the_policy_moves_within_a_batch():
     several_steps = {"ratio_mode": "decoupled", "batch_size": 8, "train_minibatch_size": 4}
     assert not Grpo(config(**several_steps)).clip_is_inert
     assert Grpo(config(ratio_mode="decoupled")).clip_is_inert
+
+
+def test_an_option_that_there_is_not_is_refused_wherever_all_are_given_by_name():
+    for make in (config, config().but):
+        with pytest.raises(TypeError, match="TrainConfig has no option 'learning_rat'"):
+            make(learning_rat=1e-6)

@@ -23,6 +23,7 @@ from async_grpo.types import (
     GradingRequest,
     RunId,
     SamplingContract,
+    ServiceRequest,
     VerificationRequest,
     WeightsSnapshot,
     WeightsVersion,
@@ -309,6 +310,21 @@ def test_a_service_that_nobody_has_started_is_told_with_those_that_there_are():
         await house.ask(run_id, role=service("index"))
         with pytest.raises(ConfigError, match=said.format("index")):
             await house.ask(run_id, role=service("indx"))
+
+    run(scenario())
+
+
+def test_what_services_answer_is_counted_once_each():
+    async def scenario():
+        house = House()
+        run_id = await house.begin()
+        worker = await house.join("w", service("index"), version=WeightsVersion(0, 0))
+        worker.generate = lambda request: asyncio.sleep(0, request.content)
+        for content in (b"a", b"b"):
+            asked = ServiceRequest(content)
+            assert await house.ask(run_id, asked, role=service("index")) == content
+        clock = house.controller._current(run_id).pipeline.take_clock()
+        assert clock["service_answers"] == 2
 
     run(scenario())
 
