@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from async_grpo.util.together import together
+from async_grpo.util.waiting import together
 
 
 def test_what_they_give_is_in_their_order():

@@ -6,8 +6,7 @@ A request is kept until the batch has ended after which it holds.
 from __future__ import annotations
 
 from async_grpo.batching.records import BatcherPlan
-from async_grpo.config.live import with_settings
-from async_grpo.config.train_config import LIVE
+from async_grpo.config.train_config import LIVE, with_settings
 from async_grpo.types import AT_ONCE, Control
 from async_grpo.util.errors import ConfigError
 

@@ -37,7 +37,7 @@ from async_grpo.types import (
     WeightsVersion,
 )
 from async_grpo.util.errors import NoWorkerError, WorkerError
-from async_grpo.util.together import together
+from async_grpo.util.waiting import together
 
 if TYPE_CHECKING:
     from async_grpo.controller.balancer import Hold

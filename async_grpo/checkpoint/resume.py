@@ -62,7 +62,7 @@ class Start:
         return ResumePoint(**{**saved, "quarantined": tuple(saved["quarantined"])})
 
     def settings(self, config: TrainConfig) -> dict[str, object]:
-        """What was set while the run trained, and holds on: see `config.live`.
+        """What was set while the run trained, and stays: see `config.train_config.with_settings`.
 
         An option that the command line has changed since is the command line's.
         """

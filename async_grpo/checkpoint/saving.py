@@ -42,8 +42,7 @@ from async_grpo.types import EndOfStep
 from async_grpo.util import deadlines
 from async_grpo.util.errors import AsyncGrpoError, CheckpointError
 from async_grpo.util.run_folder import CHECKPOINTS_FOLDER
-from async_grpo.util.together import in_background
-from async_grpo.util.waiting import poll
+from async_grpo.util.waiting import in_background, poll
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ import click
 from async_grpo.cli.boundary import command_boundary
 from async_grpo.cli.options import CONTEXT
 from async_grpo.cli.run_file import Table
-from async_grpo.config.live import parse_settings, saved_config, with_settings
+from async_grpo.config.train_config import parse_settings, saved_config, with_settings
 from async_grpo.types.runs import AT_ONCE, Control, ControlAction
 from async_grpo.util.errors import ConfigError
 from async_grpo.util.run_folder import PARAMETERS_FILE

@@ -89,7 +89,7 @@ def read_tables(file: str) -> tuple[Table, dict[str, list[Table]]]:
                     f"{file}: {option} must be in [[{option}]] or in [train]: drop one"
                 )
             try:
-                texts = [as_text(table, option=option, name=key) for table in tables]
+                texts = [as_text(table, option_name=option, name=key) for table in tables]
             except ConfigError as error:
                 raise click.UsageError(f"{file}: {error}") from None
             found["train"] = [{**train, option: texts}]

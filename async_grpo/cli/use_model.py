@@ -40,7 +40,7 @@ from async_grpo.launch.child_processes import ChildProcess
 from async_grpo.launch.interrupts import interrupt_once
 from async_grpo.model.hub import local_folder
 from async_grpo.model.model_folder import check_files, check_tokenizer_files
-from async_grpo.util.together import in_background
+from async_grpo.util.waiting import in_background
 
 POLL_INTERVAL_S = 0.2
 OF_RUNS = ("set", "batch", "weights")  # what only lines of a run have

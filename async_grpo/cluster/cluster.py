@@ -1,4 +1,4 @@
-"""Ray: connect, find and name actors, place them, and never wait without a deadline."""
+"""Ray: joining a cluster, finding and placing actors, and waiting with deadlines."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from async_grpo.cluster.handles import translated
 from async_grpo.cluster.head import find_head, refusal
 from async_grpo.util import deadlines
 from async_grpo.util.errors import ClusterError, DeadlineError, ProcessLostError, WeightSyncError
-from async_grpo.util.together import in_background
+from async_grpo.util.waiting import in_background
 
 if TYPE_CHECKING:
     import numpy as np
@@ -38,7 +38,7 @@ Places = tuple[tuple[str, int], ...]  # host and port of each
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """A node of the cluster, and what of it no actor holds."""
+    """A node of the cluster with its free resources."""
 
     node_id: str
     host: str
@@ -48,7 +48,7 @@ class Room:
 class Cluster:
     """The Ray cluster that this process has joined.
 
-    Who asks other processes is handed one, and a test hands in another.
+    Code that asks other processes takes one as an argument, so that tests can pass a fake.
     """
 
     @classmethod
@@ -58,15 +58,15 @@ class Cluster:
         """Join a running cluster as a driver, unless this process has.
 
         Raises `ClusterError` within seconds when there is none, or when it refuses this machine,
-        and after `timeout_s` when it does not let this process in.
+        and after `timeout_s` when joining takes longer.
         """
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        # An answer that nobody waits for any more may be an error, as when the run has ended.
+        # An answer that is no longer awaited may be an error, as when the run has ended.
         os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
         if ray.is_initialized():
             return cls()
         found = find_head(address)
-        # It may hang in C++. In a thread it leaves SIGTERM to the command, and says so.
+        # `ray.init` may hang in C++; in a thread the command still gets SIGTERM and a timeout.
         logging.getLogger("ray._private.worker").setLevel(logging.ERROR)
         initialise = partial(
             ray.init,
@@ -91,7 +91,7 @@ class Cluster:
                 f"node (`ray start --address {found}`): {text}"
             ) from error
         logger.info("joined the Ray cluster at %s", found)
-        # Ray prints its own long account of every worker that dies; our one sentence stands for it.
+        # Ray prints a long report of every worker that dies; ours is one sentence.
         ray._private.worker._worker_logs_enabled = False
         return cls()
 
@@ -107,7 +107,7 @@ class Cluster:
 
     @staticmethod
     def has_ended(places: Places) -> bool:
-        """Whether the cluster, or its part on this machine, listens no more."""
+        """Whether the cluster's head, or the raylet of this machine, no longer listens."""
         return any(refusal(host, port) for host, port in places)
 
     def metrics_url(self) -> str:
@@ -124,7 +124,7 @@ class Cluster:
             return None
 
     def driver_of(self, actor: ActorHandle) -> str:
-        """The driver that an actor ends with, for people: its process and its machine."""
+        """The driver whose end also ends an actor, for messages: its process and machine."""
         row = state.actors(actor._actor_id.hex())
         for job in state.jobs():
             if job["JobID"] == row.get("JobID"):
@@ -137,9 +137,9 @@ class Cluster:
         return NodeAffinitySchedulingStrategy(node_id=head["NodeID"], soft=True)
 
     def actor(self, actor_class: type, *, node_id: str = "", **options: Any) -> Any:
-        """What makes an actor by `.remote(...)`: on the caller's node, or this one, without a CPU.
+        """An actor class with options, to call `.remote(...)` on: on `node_id`, else on this node.
 
-        Ray's log of every call, which grows for as long as a run lasts, is not kept of it.
+        It takes no CPU. Ray's log of its calls, which would grow with the run, is off.
         """
         node_id = node_id or ray.get_runtime_context().get_node_id()
         place = NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
@@ -147,16 +147,16 @@ class Cluster:
         return ray.remote(actor_class).options(**usual | options)
 
     def resources_here(self) -> dict[str, float]:
-        """What this node has in all, such as {"CPU": 8.0}."""
+        """All resources of this node, such as {"CPU": 8.0}."""
         return dict(_node_here()["Resources"])
 
     def free_here(self) -> dict[str, float]:
-        """What of it no actor holds at this moment."""
+        """The free resources of this node."""
         node = ray.get_runtime_context().get_node_id()
         return dict(available_resources_per_node().get(node, {}))
 
     def nodes_with_room(self) -> list[Room]:
-        """Every node that lives, the caller's first."""
+        """Every living node, the caller's first."""
         here, free = ray.get_runtime_context().get_node_id(), available_resources_per_node()
         found = [
             Room(node["NodeID"], node["NodeManagerAddress"], dict(free.get(node["NodeID"], {})))
@@ -166,9 +166,9 @@ class Cluster:
         return sorted(found, key=lambda room: (room.node_id != here, room.host, room.node_id))
 
     def holders_here(self, resource: str) -> str:
-        """The actors that have some of a resource of this node; empty when none has.
+        """The actors that hold a resource of this node, for messages; empty where none does.
 
-        Such as "LogprobWorker (process 7, GPU 0)".
+        For example "LogprobWorker (process 7, GPU 0)".
         """
         here = bytes.fromhex(ray.get_runtime_context().get_node_id())
         found = []
@@ -182,7 +182,7 @@ class Cluster:
         return ", ".join(sorted(found))
 
     def object_store_bytes(self) -> int:
-        """Of all nodes together."""
+        """Size of the object stores of all nodes together, in bytes."""
         return int(ray.cluster_resources().get("object_store_memory", 0))
 
     def end(self, handle: ActorHandle) -> None:
@@ -190,25 +190,25 @@ class Cluster:
         ray.kill(handle)
 
     def is_here(self, node_id: str) -> bool:
-        """Whether that is the node that this process is on."""
+        """Whether `node_id` is the node of this process."""
         return str(ray.get_runtime_context().get_node_id()) == node_id
 
     def process_of(self, handle: ActorHandle) -> int:
-        """The process id of an actor, dead or alive; 0 as long as Ray has found no place for it."""
+        """The process id of an actor, dead or alive; 0 while Ray has not placed it."""
         return int(state.actors(handle._actor_id.hex()).get("Pid", 0))
 
     def logs_folder(self) -> str:
-        """Where Ray keeps what the actors of this node have said."""
+        """The folder of the logs of this node's actors."""
         return str(ray._private.worker._global_node.get_logs_dir_path())
 
     def is_ready(self, reference: Awaitable[object], *, within_s: float = 0.0) -> bool:
-        """Whether `wait` would return, or raise, at once; looks for so long whether it does."""
+        """Whether `wait` would return or raise at once; waits up to `within_s` for that."""
         return bool(ray.wait([reference], timeout=within_s)[0])
 
     def wait(self, reference: Awaitable[T], *, timeout_s: float, who: str) -> T:
         """The value of an object reference; raises `DeadlineError` naming `who`.
 
-        An error of this package that the other side raised is raised as it was, without Ray's
+        An error of this package raised by the other side is raised unchanged, without Ray's
         wrapping; a dead actor becomes a `WorkerError` that names `who`.
         """
         try:
@@ -219,16 +219,16 @@ class Cluster:
             raise translated(error, who) from None
 
     def wait_for_all(self, references: Sequence[Awaitable[object]], *, timeout_s: float) -> None:
-        """Return when all calls have ended, however, or after `timeout_s`."""
+        """Return when all calls have returned or failed, or after `timeout_s`."""
         if references:
             ray.wait(list(references), num_returns=len(references), timeout=timeout_s)
 
     def fetch(
         self, references: Sequence[Awaitable[T]], *, timeout_s: float, owner: str
     ) -> list[T | None]:
-        """The values of objects; None for what is lost with its node, or does not come in time.
+        """The values of objects; None for one that was lost with its node, or is late.
 
-        Raises `ProcessLostError` naming the `owner` that has ended, and with it all that it owned.
+        Raises `ProcessLostError` naming the `owner` when it has ended, which loses its objects.
         """
         if not references:
             return []
@@ -246,9 +246,9 @@ class Cluster:
         return values
 
     def put_bytes(self, data: NDArray[np.uint8]) -> ObjectRef:
-        """Copy bytes into this node's object store; they live until this process lets go of them.
+        """Copy bytes into this node's object store, where this process keeps them alive.
 
-        Raises `WeightSyncError` when there is no room for them.
+        Raises `WeightSyncError` when they do not fit.
         """
         try:
             return ray.put(data)
@@ -260,10 +260,10 @@ class Cluster:
             ) from error
 
     def export_reference(self, reference: ObjectRef) -> Exported:
-        """A reference for another process, which `import_reference` turns into one again.
+        """Serialise a reference for another process, which calls `import_reference`.
 
-        Unlike one that travels in a call it keeps nothing alive: the bytes end with the reference
-        of the process that has put them. (Ray's pickler would keep them as long as that process.)
+        Unlike a reference passed in a call it keeps nothing alive: the bytes are freed with the
+        reference of the process that put them. (Ray's pickler would pin them in that process.)
         """
         _, owner, status = global_worker.core_worker.serialize_object_ref(reference)
         parts = (reference.binary(), reference.call_site(), owner, status)

@@ -1,8 +1,8 @@
-"""What handles of actors offer, and how coroutines wait for what they answer.
+"""Types of actors' handles, and how coroutines await their answers.
 
-`handle.method.remote(...)` gives a reference to wait for; who is no coroutine asks `Cluster.wait`.
+`handle.method.remote(...)` returns a reference to await; synchronous code calls `Cluster.wait`.
 
-Ray's own handles say nothing of the actor behind them. `tests/types/test_handles.py` holds these
+Ray's own handles are untyped. `tests/types/test_handles.py` holds these
 protocols to the actors' classes.
 """
 
@@ -73,7 +73,7 @@ class Method(Protocol[P, R_co]):
 
 
 class WorkerHandle(Protocol):
-    """A worker of any role: the first methods are every worker's, the others those of its role."""
+    """A worker of any role: all have the first three methods, each role some of the others."""
 
     info: Method[[], WorkerInfo]
     ping: Method[[float], Pulse]
@@ -127,7 +127,7 @@ class ControllerHandle(Protocol):
     members: Method[[str], tuple[WorkerInfo, ...]]
     receivers: Method[[str], tuple[tuple[WorkerInfo, WorkerHandle], ...]]
     fenced: Method[[str], dict[str, str]]
-    # The first argument is a `BatcherPlan`, of a room above.
+    # The first argument is a `BatcherPlan`, which is defined in a higher layer.
     begin_run: Method[[object, WitnessHandle, RecorderHandle | None], int]
     end_run: Method[[RunId], None]
     heard: Method[[RunId], None]
@@ -147,7 +147,7 @@ class ControllerHandle(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ControllerClient:
-    """The controller, and the cluster in which who asks it waits for its answers."""
+    """The controller, and the cluster through which its answers are awaited."""
 
     cluster: Cluster
     controller: ControllerHandle
@@ -155,11 +155,11 @@ class ControllerClient:
     def answer(
         self, timeout_s: float, method: Method[P, R_co], *args: P.args, **kwargs: P.kwargs
     ) -> R_co:
-        """What a method of the controller answers; see `Cluster.wait`."""
+        """Call a method of the controller and return its answer; see `Cluster.wait`."""
         return self.wait(method.remote(*args, **kwargs), timeout_s=timeout_s)
 
     def wait(self, call: Awaitable[T], *, timeout_s: float) -> T:
-        """The same of a call that is under way."""
+        """Await a call of the controller that is under way."""
         return self.cluster.wait(call, timeout_s=timeout_s, who=WHO)
 
     def begin_run(
@@ -170,7 +170,7 @@ class ControllerClient:
         *,
         incarnation: int,
     ) -> RunClient:
-        """Have the controller serve the run of a `BatcherPlan`, from where that says."""
+        """Begin the run of a `BatcherPlan` at the controller."""
         begin_run = self.controller.begin_run
         epoch = self.answer(deadlines.BEGIN_RUN_S, begin_run, plan, witness, recorder)
         return RunClient(self.cluster, self.controller, RunId(incarnation, epoch))
@@ -178,9 +178,9 @@ class ControllerClient:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RunClient(ControllerClient):
-    """The controller as one run asks it: `client.controller.status.remote(client.run)`.
+    """The controller as one run calls it: `client.controller.status.remote(client.run)`.
 
-    `RunLost` says that the run has ended there, or goes on under another epoch.
+    Calls raise `RunLost` when the run has ended there, or goes on under another epoch.
     """
 
     run: RunId
@@ -194,7 +194,7 @@ async def ask_controller(
     request: object,
     **options: object,
 ) -> object:
-    """The answer of a worker of `role`; whatever the episodes ask for ends with their lease."""
+    """Ask a worker of `role` for episodes; the request ends with their lease."""
     answer = _controller_of(cluster, played.run).ask.remote(
         played.run, role, method, request, owner=played.lease_id, **options
     )
@@ -204,7 +204,7 @@ async def ask_controller(
 
 @lru_cache(maxsize=1)
 def _controller_of(cluster: Cluster, run: RunId) -> ControllerHandle:
-    """Found once an epoch, which ends with its controller: all episodes wait while Ray looks."""
+    """Look the controller up once an epoch, since all episodes wait for the lookup."""
     controller: ControllerHandle | None = cluster.find_actor(CONTROLLER)
     if controller is None:
         raise ProcessLostError("the controller has ended: its run goes on with another one")
@@ -212,7 +212,7 @@ def _controller_of(cluster: Cluster, run: RunId) -> ControllerHandle:
 
 
 async def call(reference: Awaitable[T], *, timeout_s: float | None, who: str) -> T:
-    """As `Cluster.wait`, for coroutines; None: they have another way to know that none comes."""
+    """`Cluster.wait` for coroutines; no time limit: the caller bounds the call another way."""
     from ray.exceptions import RayError
 
     try:
@@ -225,7 +225,7 @@ async def call(reference: Awaitable[T], *, timeout_s: float | None, who: str) ->
 
 
 async def work(reference: Awaitable[T], *, timeout_s: float | None, who: str) -> T:
-    """As `call`, for what costs the other side work: it stops when its answer is given up."""
+    """Like `call`, and cancels the work of the other side when the caller gives up."""
     import ray
 
     try:
@@ -237,7 +237,7 @@ async def work(reference: Awaitable[T], *, timeout_s: float | None, who: str) ->
 
 
 def translated(error: Exception, who: str) -> Exception:
-    """What a Ray error means in this package."""
+    """Turn an error of Ray into one of this package."""
     from ray.exceptions import (
         ActorUnavailableError,
         OutOfMemoryError,
@@ -263,7 +263,7 @@ def translated(error: Exception, who: str) -> Exception:
 
 
 def _last_line(error: Exception) -> str:
-    """What a remote traceback ends with; an error of this package speaks for itself."""
+    """The last line of a remote traceback, without the name of our own error class."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     last = lines[-1] if lines else type(error).__name__
     return re.sub(r"^async_grpo\.errors\.\w+: ", "", last)

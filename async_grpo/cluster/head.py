@@ -28,10 +28,10 @@ AS_ON_HEAD = "put there what `ray get-auth-token` prints on the head's machine"
 
 @contextlib.contextmanager
 def private_cluster() -> Iterator[dict[str, str]]:
-    """Variables for `ray start` and its clients: a token of its own, and loopback where Ray can.
+    """Variables for `ray start` and its clients: a new token, and loopback where Ray can.
 
-    The token lies in a folder of its own, this user's alone, which goes with the `with` block:
-    Ray lets everybody write in its own folder.
+    The token is in a private folder that is deleted on exit: Ray's own folder is writable by all
+    users.
     """
     with tempfile.TemporaryDirectory(dir=tokens_folder(), ignore_cleanup_errors=True) as folder:
         token = Path(folder, "auth_token")
@@ -43,13 +43,13 @@ def private_cluster() -> Iterator[dict[str, str]]:
             "GLOO_SOCKET_IFNAME": "lo",  # engines' and trainers' groups
             "NCCL_SOCKET_IFNAME": "lo",
             "VLLM_HOST_IP": "127.0.0.1",
-            # Ray's default on other systems than Linux, whose name it has.
+            # Ray's default on other systems than Linux.
             "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         }
 
 
 def find_head(address: str) -> str:
-    """As `locate`; warns of a cluster that lets everyone in."""
+    """Like `locate`; warns of a cluster that asks for no token."""
     address = locate(address)
     if "RAY_AUTH_MODE" not in os.environ:
         logger.warning(
@@ -61,9 +61,9 @@ def find_head(address: str) -> str:
 
 
 def locate(address: str) -> str:
-    """The host:port of the head that an address means; a cluster of Ray's listens there.
+    """Resolve an address to the host:port of a Ray head that answers.
 
-    Raises `ClusterError`, also when the cluster refuses what this machine has to show.
+    Raises `ClusterError`, also when the cluster refuses this machine's token.
     """
     settle_authentication()
     check_token()
@@ -85,7 +85,7 @@ def locate(address: str) -> str:
 
 
 class ClusterResources(NamedTuple):
-    """What a cluster has, as Ray counts it, over all of its living machines."""
+    """Resources of a cluster, as Ray counts them, over all living machines."""
 
     num_machines: int
     cpus: float
@@ -95,7 +95,7 @@ class ClusterResources(NamedTuple):
 
 
 def resources_of(address: str) -> ClusterResources:
-    """Ask the head at host:port, without joining; raises `ClusterError` where it does not say."""
+    """Ask the head at host:port, without joining; raises `ClusterError` where it fails."""
     import grpc
     from ray._private.gcs_utils import create_gcs_channel
     from ray.core.generated.autoscaler_pb2 import (
@@ -151,7 +151,7 @@ def _only_cluster_here() -> str:
 
 
 def refusal(host: str, port: int) -> str:
-    """Why nothing can be sent there; empty when something listens."""
+    """Why a port cannot be reached; empty when something listens."""
     try:
         socket.create_connection((host, port), timeout=deadlines.HEAD_PROBE_S).close()
     except OSError as error:
@@ -160,7 +160,7 @@ def refusal(host: str, port: int) -> str:
 
 
 def _probe(address: str) -> None:
-    """One call to the head, which says at once what `ray.init` would retry for 20 s."""
+    """Call the head once, which fails at once where `ray.init` would retry for 20 s."""
     import grpc
     from ray._private.gcs_utils import create_gcs_channel
 
@@ -177,9 +177,9 @@ def _probe(address: str) -> None:
 
 
 def settle_authentication() -> None:
-    """Make Ray send this machine's token if there is one; by default Ray does not look for it.
+    """Make Ray send this machine's token if there is one, which it does not do by default.
 
-    A cluster that wants none takes a client with a token too.
+    A cluster without tokens accepts a client that sends one.
     """
     if "RAY_AUTH_MODE" in os.environ or not _has_token():
         return
@@ -191,7 +191,7 @@ def settle_authentication() -> None:
 
 
 def check_token() -> None:
-    """Raise `ClusterError` when the user wants a token to be sent, and there is none."""
+    """Raise `ClusterError` when RAY_AUTH_MODE asks for a token and there is none."""
     if _mode() == "token" and not _has_token():
         raise ClusterError(
             f"RAY_AUTH_MODE=token needs a token, but there is none in {_place()}: {AS_ON_HEAD}, or "
@@ -200,7 +200,7 @@ def check_token() -> None:
 
 
 def refused(address: str) -> ClusterError:
-    """The error for a cluster that has refused this process's token, or the lack of one."""
+    """The error for a cluster that refused this process's token, or its absence."""
     if _mode() == "token":
         return ClusterError(
             f"the Ray cluster at {address} refuses the token of {_place()}: {AS_ON_HEAD}, or start "

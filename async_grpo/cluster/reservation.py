@@ -1,4 +1,4 @@
-"""A trainer rank's device, held in Ray, so that no worker gets the same one.
+"""Reserves a trainer rank's device in Ray, so that no worker gets the same one.
 
 consumes:     the devices of this machine, and what Ray has given of them
 produces:     the device that this rank uses, as long as the rank lives
@@ -37,14 +37,14 @@ class DeviceHolder:
     """Wrap with `ray.remote(num_gpus=share)`; the rank that has made it ends it."""
 
     async def device(self) -> str:
-        """The device's number or uuid, by which Ray knows it."""
+        """Ray's id of the device: its number or uuid."""
         import ray
 
         ids: list[str] = ray.get_runtime_context().get_accelerator_ids()["GPU"]
         return ids[0]
 
     async def visible(self) -> str | None:
-        """What Ray was started with on this node: CUDA_VISIBLE_DEVICES, None without."""
+        """CUDA_VISIBLE_DEVICES of Ray on this node; None where it is not set."""
         return os.environ.get(VISIBLE)
 
 
@@ -58,13 +58,13 @@ class RankHere:
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> RankHere:
-        """The rank that torchrun, or `local_ranks`, has started; without them the only one."""
+        """The rank that torchrun or `local_ranks` started; without them rank 0 of 1."""
         names = (("RANK", "0"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"))
         return cls(*(int(environ.get(name, default)) for name, default in names))
 
 
 def own_device(inventory: Inventory, rank: RankHere, *, share: float) -> int:
-    """Where torch counts the device of a rank that shares the machine with no worker.
+    """Torch's index of the device of a rank, where the machine has no workers.
 
     Raises `ConfigError` for more ranks than devices, which NCCL would refuse later.
     """
@@ -86,10 +86,10 @@ def own_device(inventory: Inventory, rank: RankHere, *, share: float) -> int:
 def held_device(
     cluster: Cluster, inventory: Inventory, rank: RankHere, *, share: float
 ) -> Iterator[int]:
-    """Where torch counts the device that Ray gives this rank, and to no worker within the block.
+    """Torch's index of the device that Ray reserves for this rank within the block.
 
-    Without devices of Ray's on this node, or where Ray was given others than this process, the
-    rank takes its own. Raises `ClusterError`, naming who holds the devices, when none is free.
+    Where Ray has no devices on this node, or none that this process sees, the rank takes its own.
+    Raises `ClusterError`, naming the actors that hold the devices, when none is free.
     """
     own = own_device(inventory, rank, share=share)
     if not cluster.resources_here().get("GPU") or not _overlaps(cluster, inventory):
@@ -107,7 +107,7 @@ def held_device(
 def _given(
     cluster: Cluster, holder: ActorHandle, inventory: Inventory, *, who: str, share: float
 ) -> int:
-    """Where torch counts the device that a holder was given."""
+    """Torch's index of the device that Ray gave to a `DeviceHolder`."""
     try:
         name = cluster.wait(
             holder.device.remote(), timeout_s=deadlines.PLACED_S, who="a device of Ray's"
@@ -128,10 +128,10 @@ def _given(
 def rank_device(
     *, asks_ray: bool, address: str, namespace: str, share: float
 ) -> Iterator[int | None]:
-    """Where torch counts the device of this process, which is a trainer rank; None on a CPU.
+    """Torch's index of the device of this trainer rank; None on a CPU.
 
-    `asks_ray`: the run has workers, who must not get the same. Raises `ConfigError` for a machine
-    whose devices torch cannot use: no run falls back to the CPU without a word.
+    `asks_ray`: the run has workers, which must not get the same device. Raises `ConfigError` for a
+    machine whose devices torch cannot use: no run falls back to the CPU silently.
     """
     from async_grpo.devices.current import seen_devices  # imports torch
 
@@ -165,7 +165,7 @@ def _overlaps(cluster: Cluster, inventory: Inventory) -> bool:
 
 
 def _await_room(cluster: Cluster, who: str, share: float) -> None:
-    """Raise `ClusterError` unless devices are free: Ray would wait for one without a word."""
+    """Raise `ClusterError` unless a device is free: Ray would wait for one silently."""
     for _ in poll(every_s=POLL_INTERVAL_S, within_s=deadlines.ROOM_S):
         if cluster.free_here().get("GPU", 0.0) >= share:
             return

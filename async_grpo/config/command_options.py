@@ -1,4 +1,4 @@
-"""Every option of `async-grpo evaluate`, `generate` and `serve`, which need no run."""
+"""Every option of `async-grpo evaluate`, `generate` and `serve`, which work without a run."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from async_grpo.config.option import (
 )
 from async_grpo.config.worker_config import WorkerConfig
 
-# What means something else of a worker: the model is a folder by then.
+# Options that mean something else for a worker, whose model is already a local folder.
 NOT_OF_WORKER = {"model_revision", "temperature", "logging_level"}
-EVALUATED_SET = "data"  # what the one set is called; no name that people see has it
+EVALUATED_SET = "data"  # internal name of the one set, which is never shown
 TOKEN_VARIABLE = "ASYNC_GRPO_TOKEN"  # of `serve`
 
 
 def of_worker(name: str) -> Any:
-    """A dataclass field for an option that `async-grpo worker` has too, with its bounds."""
+    """A dataclass field for an option of `async-grpo worker`, with its default and bounds."""
     known = {each.name: each for each in fields(WorkerConfig)}[name]
     return field(default=known.default, metadata={**known.metadata, "group": ""})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions(Options):
-    """Those of a worker's options by which an engine is made here."""
+    """The worker options with which these commands make an engine."""
 
     model_revision: str = of_worker("model_revision")
     """branch, tag or commit of a model on a hub; empty: its main branch"""
@@ -48,7 +48,7 @@ class EngineOptions(Options):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuestionOptions(EngineOptions):
-    """And those by which the outputs of a file of questions are graded here."""
+    """`EngineOptions` and the options of reading questions and grading outputs."""
 
     data_split: str = option("train")
     """split of a datasets.load_dataset source"""
@@ -70,14 +70,14 @@ class QuestionOptions(EngineOptions):
 
 
 def worker_options(config: Options) -> dict[str, Any]:
-    """{option: value} of those of a command that say how a worker of it works."""
+    """{option: value} that a command passes on to its workers."""
     own = {each.name for each in fields(WorkerConfig)} - NOT_OF_WORKER
     return {name: value for name, value in config.options().items() if name in own}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluateConfig(QuestionOptions):
-    """Options of an evaluation without a run."""
+    """Options of `async-grpo evaluate`."""
 
     samples: int = option(4, must=AT_LEAST_1, group="Usual options")
     """outputs sampled for each question: n of pass@k"""
@@ -118,8 +118,8 @@ class EvaluateConfig(QuestionOptions):
         self.set_of("data")
 
     def set_of(self, data: str) -> EvaluationSet:
-        """The questions of `data`, and how they are sampled."""
-        parse_columns(self.columns)  # which refuses them under their own name
+        """The evaluation set of the questions in `data`."""
+        parse_columns(self.columns)  # refuses them under the name of this option
         table = {
             "name": EVALUATED_SET, "path": data, "samples": self.samples, "k": self.k,
             "temperature": self.temperature, "top_p": self.top_p,
@@ -130,14 +130,14 @@ class EvaluateConfig(QuestionOptions):
         given = {key: value for key, value in table.items() if value != ""}
         flags = {"max_tokens": "max_generation_tokens"}
         return evaluation_set(
-            as_text(given, option="eval", name="name"),
+            as_text(given, option_name="eval", name="name"),
             named=lambda key: flag(flags.get(key, key)),
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateConfig(QuestionOptions):
-    """Options of sequence-level distillation's data: a teacher's own outputs as training pairs."""
+    """Options of `async-grpo generate`, which writes a teacher's outputs as training pairs."""
 
     model_path: str = required(group="Usual options")
     """Hugging Face folder of the teacher, or its name on a hub"""
@@ -182,7 +182,7 @@ class GenerateConfig(QuestionOptions):
 
     @property
     def data(self) -> DataSource:
-        """The questions."""
+        """Where the questions are read from."""
         return DataSource(
             self.data_path, self.data_split, self.data_config, parse_columns(self.columns)
         )
@@ -195,7 +195,7 @@ class GenerateConfig(QuestionOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeConfig(EngineOptions):
-    """Options of a gateway on one model."""
+    """Options of `async-grpo serve`, a gateway to one model."""
 
     host: str = option("127.0.0.1", group="Usual options")
     """address that it listens at; 0.0.0.0: every one of this machine, for whoever has the token"""

@@ -1,4 +1,4 @@
-"""What a model is evaluated on: sets of held-out questions, each sampled and graded its own way."""
+"""The options of evaluation: sets of held-out questions, each with its own sampling and rewards."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NUMBERS: dict[str, type[int] | type[float]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationSet:
-    """Held-out questions, and what is done with them; what nobody says is as in training."""
+    """A set of held-out questions and how it is sampled; defaults are those of training."""
 
     name: str
     source: DataSource | None = None  # None: as `--eval-data-path` and `--data` say
@@ -43,25 +43,25 @@ class EvaluationSet:
     every: int | None = None  # batches between evaluations; None: --eval-every-batches
     limit: int = 0  # questions, from the first on; 0: all
     seed: int = 0  # of the samples, and of the intervals
-    type: str = ""  # of its questions, as --data names types; empty: each line says its own
+    type: str = ""  # of all its questions, one of --data; empty: each line names its own
     columns: Mapping[str, str] = field(default_factory=dict)  # our names to the file's
     text: str = field(default="", compare=False)  # as --eval has it
 
     @property
     def pass_ks(self) -> tuple[int, ...]:
-        """The k of every pass@k that is told."""
+        """The k of every pass@k that is reported."""
         return self.ks or tuple(sorted({1, self.samples}))
 
 
 def evaluation_set(text: str, *, named: Callable[[str], str] | None = None) -> EvaluationSet:
-    """One set of `--eval`; raises `ConfigError`, in which `named` says where a number stands.
+    """Parse one value of `--eval`; raises `ConfigError`, with `named` giving the field's name.
 
     >>> found = evaluation_set("math=m.jsonl,samples=8,k=1+8,temperature=0.6")
     >>> found.name, found.source.path, found.samples, found.ks, found.temperature
     ('math', 'm.jsonl', 8, (1, 8), 0.6)
     """
     example = "math=math.jsonl,samples=8"
-    entry = parse_entry(text, option="eval", keys=KEYS, what="name", example=example)
+    entry = parse_entry(text, option_name="eval", keys=KEYS, what="name", example=example)
     given = entry.given
     numbers = {
         key: _number(entry, key, given[key]) for key in NUMBERS if key in given and key != "k"
@@ -83,7 +83,7 @@ def evaluation_set(text: str, *, named: Callable[[str], str] | None = None) -> E
 
 
 def check_set(found: EvaluationSet, *, named: Callable[[str], str]) -> None:
-    """Raise `ConfigError` for numbers that no evaluation can have; `named` says where each stands.
+    """Raise `ConfigError` for illegal numbers; `named` gives the name of a field for users.
 
     >>> check_set(EvaluationSet(name="math", top_p=2.0), named="its {}".format)
     Traceback (most recent call last):
@@ -117,7 +117,7 @@ def check_set(found: EvaluationSet, *, named: Callable[[str], str]) -> None:
 
 
 def check_best(name: str, sets: Sequence[EvaluationSet]) -> EvaluationSet:
-    """The set whose variable tells the best checkpoint; raises `ConfigError` where there is none.
+    """The set whose metric `name` is; raises `ConfigError` where no set has it.
 
     >>> check_best("eval_pass_at_4/math", [EvaluationSet(name="math")]).name
     'math'
@@ -146,7 +146,7 @@ def _number(entry: Entry, key: str, text: str) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationOptions(Options):
-    """What a run holds out, and when it looks at it."""
+    """The options of held-out data, and of when it is evaluated."""
 
     eval_data_path: str = option("", none="")
     """held-out data, graded (sft: its loss) before, during and after training; more: --eval"""

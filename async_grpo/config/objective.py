@@ -101,7 +101,7 @@ class ObjectiveOptions(Options):
 
 
 def check_objective(config: ObjectiveOptions, *, mode: str, max_generation_tokens: int) -> None:
-    """Raise `ConfigError` for what contradicts itself; `mode` is `TrainConfig.mode`."""
+    """Raise `ConfigError` for options that contradict each other; `mode`: `TrainConfig.mode`."""
     if (config.aggregation == "constant") != (config.constant_length_samples > 0):
         raise config.refusal(
             "constant_length_samples",
@@ -181,7 +181,7 @@ PRESETS = {
 
 
 def typed_out(name: str, *, max_generation_tokens: int) -> str:
-    """What a preset stands for.
+    """The options of a preset, as typed on a command line.
 
     >>> typed_out("dr_grpo", max_generation_tokens=64)
     '--advantage dr --aggregation constant --constant-length-samples 64'
@@ -190,7 +190,7 @@ def typed_out(name: str, *, max_generation_tokens: int) -> str:
 
 
 def preset_options(name: str, *, max_generation_tokens: int) -> dict[str, object]:
-    """The options that a preset stands for; what it does not name keeps its default."""
+    """{option: value} of a preset; options that it does not name keep their defaults."""
     if not name:
         return {}
     kinds: dict[str, type] = {each.name: type(each.default) for each in fields(ObjectiveOptions)}
@@ -201,7 +201,7 @@ def preset_options(name: str, *, max_generation_tokens: int) -> dict[str, object
 
 
 def with_preset(given: Mapping[str, Any], *, max_generation_tokens: int) -> dict[str, Any]:
-    """The options given, and under them those of the preset that they name.
+    """The given options, completed by those of the preset that they name.
 
     >>> with_preset({"preset": "gspo", "clip_low": 0.1}, max_generation_tokens=64)["clip_low"]
     0.1

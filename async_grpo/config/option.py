@@ -31,27 +31,27 @@ BOUNDS: dict[str, tuple[Callable[[float, float], bool], int, str]] = {
 
 
 class Change(Flag):
-    """What it means that a run which goes on has another value of an option than before."""
+    """What happens when a resumed run gives an option another value than before."""
 
     RECORDED = 0
-    FIXED = auto()  # it is refused: the option says what a step is made of, or which weights score
-    PLACE = auto()  # the option says where a run finds and leaves things, not what it is
-    INCIDENTAL = auto()  # nothing to a run that begins in the place of one without a checkpoint
-    LIVE = auto()  # it may be set while a run trains: see `config.live`
+    FIXED = auto()  # refused: the option defines what a step contains, or which weights score
+    PLACE = auto()  # allowed: the option names where a run reads and writes
+    INCIDENTAL = auto()  # ignored where a run replaces one that has no checkpoint
+    LIVE = auto()  # can be set while a run trains: see `with_settings` of `config.train_config`
 
 
 @dataclass(frozen=True, slots=True)
 class Several:
-    """Of an option that may be given again and again: its value is a tuple of records.
+    """Declares an option that may be repeated: its value is a tuple of records.
 
-    `training_params.json` has them in one text, with `between` between those of the records.
+    `training_params.json` stores them as one string, joined by `between`.
     """
 
     between: str
-    record: Callable[[str], object] = str.strip  # of its text, which it keeps as such, or is
+    record: Callable[[str], object] = str.strip  # parses one record, which keeps or is its text
 
     def records(self, given: str | Iterable[object]) -> tuple[object, ...]:
-        """Of a text that holds all of them, of several texts, or of records.
+        """Parse one string that holds all records, several strings, or records themselves.
 
         >>> Several(",").records(["a, b", "c"])
         ('a', 'b', 'c')
@@ -65,12 +65,12 @@ class Several:
         return [self.record(text) for text in split_text(given, self.between) if text.strip()]
 
     def text(self, records: Iterable[object]) -> str:
-        """The one that holds all of them."""
+        """Join the texts of all records into one string."""
         return self.between.join(str(getattr(each, "text", each)) for each in records)
 
 
 def split_text(text: str, between: str) -> list[str]:
-    """The parts, at separators that do not stand between quotes.
+    """Split a string at separators outside quotes.
 
     >>> split_text("a=b,environment=agent:python agent.py '1,2',c=d", ",")
     ['a=b', "environment=agent:python agent.py '1,2'", 'c=d']
@@ -92,12 +92,12 @@ def option(
 ) -> Any:
     """A dataclass field for one option, whose help stands below it; `choices` are its legal values.
 
-    `must`: one of `BOUNDS`, which a number is held to; empty: any will do. `change`: what one means
-    to a run that goes on; by default it is recorded. `none`: the value that a typed None stands
-    for; without it None is refused. `aliases`: other names of it on the command line. `several`: it
-    may be typed again and again. `group`: the heading in `--help` of this option and of those that
-    follow it in its class. `bare`: its value where its name alone is typed, as of the switch that
-    it once was; that switch's True and False, then, are this and `none`.
+    `must`: one of `BOUNDS`, which a number has to satisfy; empty: no bound. `change`: what a new
+    value means to a resumed run; by default it is recorded. `none`: the value that a typed None
+    stands for; without it None is refused. `aliases`: other names on the command line. `several`:
+    the option may be repeated. `group`: the `--help` heading of this option and of those that
+    follow it in its class. `bare`: the value where the name is typed alone, as for a former switch,
+    whose True and False then mean this and `none`.
     """
     metadata = {"must": must, "change": change, "choices": choices, "none": none}
     metadata |= {"aliases": aliases, "several": several, "group": group, "bare": bare}
@@ -105,12 +105,12 @@ def option(
 
 
 def required(*, group: str = "") -> Any:
-    """A dataclass field for an option without a default, which names a place."""
+    """A dataclass field for an option without a default, which names a path or an address."""
     return option(MISSING, change=Change.PLACE, group=group)
 
 
 def parts_of(config_class: type[Any]) -> dict[str, type[Any]]:
-    """{attribute: class} of the parts that a class of options is composed of; of none: itself."""
+    """{attribute: class} of the parts of a composed class of options; without parts, itself."""
     types = get_type_hints(config_class).items()
     parts = {
         name: each for name, each in types if isinstance(each, type) and issubclass(each, Options)
@@ -140,7 +140,7 @@ def option_docs(config_class: type[Any]) -> dict[str, str]:
 
 
 def options_of_change(config_class: type[Any], change: Change) -> tuple[str, ...]:
-    """The options of which a change means this."""
+    """Names of the options declared with this `Change`."""
     known = option_fields(config_class).items()
     return tuple(name for name, each in known if change in each.metadata["change"])
 
@@ -148,7 +148,7 @@ def options_of_change(config_class: type[Any], change: Change) -> tuple[str, ...
 def groups_of(config_class: type[Any]) -> dict[str, str]:
     """{option: heading} in the order of `--help`.
 
-    The most usual stand first, then those of part by part, a class's own before the inherited.
+    `USUAL` options come first, then each part's, a class's own before the inherited ones.
     """
     groups = dict.fromkeys(getattr(config_class, "USUAL", ()), USUAL_GROUP)
     known = option_fields(config_class)
@@ -170,7 +170,7 @@ def flag(name: str) -> str:
 
 
 def names_in(text: str) -> tuple[str, ...]:
-    """Of an option that takes several, with commas between them.
+    """Split the value of an option that takes comma-separated names.
 
     >>> names_in("countdown, mathd,")
     ('countdown', 'mathd')
@@ -185,7 +185,7 @@ def require(condition: bool, name: str, rule: str, value: object, remedy: str) -
 
 
 class Options:
-    """What the classes of options have in common: dataclasses, whose fields `option` makes."""
+    """Base of the option dataclasses, whose fields `option` makes."""
 
     __slots__ = ()
 
@@ -198,10 +198,10 @@ class Options:
         self.check()
 
     def check(self) -> None:
-        """Raise `ConfigError` for options that contradict each other; a class has its own."""
+        """Raise `ConfigError` for options that contradict each other; subclasses override this."""
 
     def check_numbers(self) -> None:
-        """Raise `ConfigError` for a number that is too small."""
+        """Raise `ConfigError` for a number outside its bound."""
         for each in fields(self):  # type: ignore[arg-type]
             value, must = getattr(self, each.name), each.metadata["must"]
             if not must or not isinstance(value, int | float):
@@ -211,7 +211,7 @@ class Options:
                 raise self.refusal(each.name, f"must {must}", remedy)
 
     def options(self) -> dict[str, Any]:
-        """{option: its value}; of several records one text."""
+        """{option: value}, with repeated options joined to one string."""
         found = {}
         for each in fields(self):  # type: ignore[arg-type]
             value, several = getattr(self, each.name), each.metadata["several"]
@@ -224,7 +224,7 @@ class Options:
 
 
 def attribute_docs(owner: type) -> dict[str, str]:
-    """{attribute: the string below it}, of a class and of those it inherits from."""
+    """{attribute: string below it} of a class and its base classes."""
     docs: dict[str, str] = {}
     for each in reversed(owner.__mro__[:-1]):  # all but `object`
         [tree] = ast.parse(dedent(inspect.getsource(each))).body

@@ -18,12 +18,12 @@ VERIFIER = "verifier"
 ENVIRONMENT = "environment"
 TEACHER = "teacher"
 JUDGE = "judge"
-SERVICE = "service"  # of the user's own, whose class stands in the place of a mode
-LOGPROB = "logprob"  # what a dispatcher's --mode calls the reference, as the predecessor did
+SERVICE = "service"  # a class of the user, named in place of a mode
+LOGPROB = "logprob"  # the --mode of reference workers, as in the predecessor
 MODES = (GENERATION, LOGPROB, TEACHER, VERIFIER, ENVIRONMENT, JUDGE)  # of a dispatcher
 
-# `policy`: the newest weights, each batch. `reference`: those of the run's first batch, or of a
-# later one. `own`: what the worker was started with, never changed. `none`: it has no weights.
+# `policy`: the newest weights, each batch. `reference`: those of the first or of a later batch.
+# `own`: the weights that the worker was started with. `none`: the worker has no weights.
 Follows = Literal["policy", "reference", "own", "none"]
 
 
@@ -32,7 +32,7 @@ class Role:
     """What the workers of one registry do."""
 
     name: str
-    unit: str  # what the cost of its work counts
+    unit: str  # in which the cost of its work is counted
     follows: Follows  # whose weights it serves
 
     @property
@@ -50,27 +50,27 @@ _ROLES = (
 
 
 def teacher(name: str) -> str:
-    """The role's name of the workers that serve one teacher."""
+    """Name of the role whose workers serve one teacher."""
     return f"{TEACHER}:{name}"
 
 
 def judge(name: str) -> str:
-    """The role's name of the workers that serve one judge, whom environments ask."""
+    """Name of the role whose workers serve one judge, which environments ask."""
     return f"{JUDGE}:{name}"
 
 
 def service(name: str) -> str:
-    """The role's name of the workers of one service, which is asked as `services["NAME"]`."""
+    """Name of the role of one service, which environments ask as `services["NAME"]`."""
     return f"{SERVICE}:{name}"
 
 
 def is_service(role: str) -> bool:
-    """Whether that is the name of a service's role."""
+    """Whether a role is that of a service."""
     return role.startswith(service(""))
 
 
 def check_service(role: str, known: Collection[str]) -> None:
-    """Raise `ConfigError` for a service that is none of the `known` roles: those with workers."""
+    """Raise `ConfigError` for a service without workers; `known`: the roles that have some."""
     if is_service(role) and role not in known:
         names = sorted(each.removeprefix(service("")) for each in known if is_service(each))
         raise ConfigError(
@@ -81,7 +81,7 @@ def check_service(role: str, known: Collection[str]) -> None:
 
 
 def name_of_class(mode: str) -> str:
-    """Of a service that has no other.
+    """The name of a service that is given no other: its class in snake case.
 
     >>> name_of_class("my/files.py:BM25Index"), name_of_class("mine.search:HTTPSearch")
     ('bm25_index', 'http_search')
@@ -92,7 +92,7 @@ def name_of_class(mode: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ServiceTerms:
-    """What the class of a service says of each of its workers."""
+    """What the class of a service declares for each of its workers."""
 
     code: UserCode
     capacity: int  # requests that it answers at a time
@@ -100,9 +100,9 @@ class ServiceTerms:
 
     @classmethod
     def read(cls, mode: str) -> ServiceTerms:
-        """Those of the class that `mode` names, whose file is read and not run.
+        """Read the terms of the class that `mode` names from its source, without running it.
 
-        Raises `ConfigError` where there is no such class, or it lacks something.
+        Raises `ConfigError` where there is no such class, or where it lacks something.
         """
         return _terms(UserCode.read(mode, option="--mode", shipped=MODES))
 
@@ -131,7 +131,7 @@ def _number(code: UserCode, name: str, *, what: str, least: int, default: int | 
 
 
 def named(roles: Iterable[str], teacher_names: Sequence[str]) -> tuple[str, ...]:
-    """The roles that have workers, each once: `TEACHER` alone stands for all teachers of a run.
+    """The roles without repeats; `TEACHER` is replaced by the roles of all teachers of a run.
 
     >>> named(["reference", "teacher"], ["math", "code"])
     ('reference', 'teacher:math', 'teacher:code')

@@ -1,4 +1,4 @@
-"""The options of what a run writes, and of the places where it finds what it needs."""
+"""The options of what a run writes, and of the model, cluster and gateway that it uses."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class RecordingOptions(Options):
 
     @property
     def shown_name(self) -> str:
-        """What the run is called in trackers."""
+        """The name of the run in trackers."""
         return self.run_name or os.path.basename(os.path.abspath(self.output_dir))
 
 

@@ -1,4 +1,4 @@
-"""The options of batches and of the outputs that are sampled for them."""
+"""The options of batches, and of sampling their outputs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from async_grpo.config.option import POSITIVE, Change, Options, flag, option
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchingOptions(Options):
-    """What batches, gradient steps and minibatches are made of."""
+    """Sizes of batches, gradient steps and minibatches."""
 
     num_training_batches: int = option(100, must=POSITIVE, group="Batches and sampling")
     """batches to train"""
@@ -43,7 +43,7 @@ class BatchingOptions(Options):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingOptions(Options):
-    """How outputs are sampled, by which weights, and within which time."""
+    """How outputs are sampled, how stale the weights may be, and time limits."""
 
     samples_per_question: int = option(
         8, must=POSITIVE, change=Change.FIXED, group="Batches and sampling"
@@ -67,12 +67,12 @@ class SamplingOptions(Options):
 
     @property
     def timeouts(self) -> str:
-        """Those that drop what takes long, as they were given."""
+        """The time limits that drop outputs, as they were given, for messages."""
         names = ("generation_timeout_s", "turn_timeout_s", "episode_timeout_s")
         given = {name: getattr(self, name) for name in names if getattr(self, name)}
         return ", ".join(f"{flag(name)} {seconds:g}" for name, seconds in given.items())
 
     def reference_of(self, batch: int) -> int:
-        """Return the version of the moving reference, in batches, that scores a batch."""
+        """Return the weights version, in batches, of the reference that scores a batch."""
         period = self.num_batches_per_ref_model_update
         return max(0, batch - self.max_staleness) // period * period

@@ -1,4 +1,4 @@
-"""The options of learning from teachers, and the combinations that cannot be meant.
+"""The options of learning from teachers, and the checks of their combinations.
 
 design, section 15, has the formulas; `algorithms/distillation.py` computes them.
 """
@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 from async_grpo.config.option import POSITIVE, Change, Options, Several, flag, option
 
 if TYPE_CHECKING:
-    from async_grpo.config.data_options import DataOptions
+    from async_grpo.config.data_files import DataOptions
     from async_grpo.config.objective import ObjectiveOptions
 
-EVERY_TYPE = ""  # the type in `teacher_routes` of a teacher that is named alone
-# {coefficient of a term: what nothing but this term reads}
+EVERY_TYPE = ""  # the key in `teacher_routes` of a teacher of all types
+# {coefficient of a term: options that only this term reads}
 OPTIONS_OF_TERM = {
     "opd_coefficient": ("opd_clip",),
     "gkd_coefficient": (
@@ -28,7 +28,7 @@ OPTIONS_OF_TERM = {
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Who teaches the questions of a type."""
+    """The teacher of one dataset type."""
 
     type: str  # or `EVERY_TYPE`
     teacher: str
@@ -46,7 +46,7 @@ class Route:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeachingOptions(Options):
-    """Teachers, and the terms that they add to the GRPO family's loss."""
+    """Teachers, and their terms in the loss."""
 
     teacher_for: tuple[Route, ...] = option(
         (),
@@ -110,7 +110,7 @@ class TeachingOptions(Options):
 def check_distillation(
     teaching: TeachingOptions, objective: ObjectiveOptions, data: DataOptions
 ) -> None:
-    """Raise `ConfigError` for what contradicts itself."""
+    """Raise `ConfigError` for options of teachers that contradict each other."""
     _check_routes(teaching, data)
     if teaching.has_teacher_terms and objective.algorithm == "sft":
         raise objective.refusal(
@@ -132,7 +132,7 @@ def check_distillation(
 
 
 def check_vocabulary(teaching: TeachingOptions, vocab_size: int) -> None:
-    """Raise `ConfigError` if teachers are asked for more tokens than there are."""
+    """Raise `ConfigError` for a --gkd-top-k above the vocabulary."""
     is_cut = teaching.gkd_coefficient > 0 and teaching.teacher_payload == "topk"
     if is_cut and teaching.gkd_top_k > vocab_size:
         raise teaching.refusal(

@@ -2,35 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self
 
-from async_grpo.config.data_files import DataSource, parse_columns
-from async_grpo.config.data_options import DataOptions
-from async_grpo.config.evaluation_sets import (
-    UNNAMED,
-    EvaluationOptions,
-    EvaluationSet,
-    check_best,
-)
-from async_grpo.config.memory_options import MemoryOptions
+from async_grpo.config.data_files import DataOptions, DataSource, parse_columns
+from async_grpo.config.evaluation_sets import UNNAMED, EvaluationOptions, EvaluationSet, check_best
 from async_grpo.config.objective import ObjectiveOptions, with_preset
-from async_grpo.config.optimizer_options import OptimizerOptions
-from async_grpo.config.option import Change, flag, options_of_change, parts_of, require
+from async_grpo.config.option import (
+    Change,
+    flag,
+    option_fields,
+    option_types,
+    options_of_change,
+    parts_of,
+    require,
+)
 from async_grpo.config.run_options import PlaceOptions, RecordingOptions
 from async_grpo.config.sampling_options import BatchingOptions, SamplingOptions
 from async_grpo.config.teaching import EVERY_TYPE, TeachingOptions
+from async_grpo.config.training_options import MemoryOptions, OptimizerOptions
 from async_grpo.util.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, init=False)
 class TrainConfig:
-    """All options of a run, in the parts that its rooms are handed.
+    """All options of a run, grouped in parts; most functions take only the parts that they read.
 
-    It is made of options by their names, as they are typed, which is also how `options` and
+    The constructor takes options by name, as typed on the command line and as `options` and
     `training_params.json` name them: `TrainConfig(model_name_or_path=..., learning_rate=1e-6)`.
-    Raises `ConfigError` for an option, or several of them, that cannot be meant.
+    Raises `ConfigError` for an illegal value, or for options that contradict each other.
     """
 
     data: DataOptions
@@ -67,12 +68,12 @@ class TrainConfig:
 
     @classmethod
     def from_options(cls, given: Mapping[str, Any]) -> Self:
-        """The options that were given, over those of the preset that they name."""
+        """The given options, which override those of the preset that they name."""
         longest = cls(**given).sampling.max_generation_tokens
         return cls(**with_preset(given, max_generation_tokens=longest))
 
     def but(self, **changes: Any) -> Self:
-        """The same options with others in the place of some."""
+        """A copy with these options changed."""
         return type(self)(**self.options() | changes)
 
     def options(self) -> dict[str, Any]:
@@ -102,7 +103,7 @@ class TrainConfig:
             )  # fmt: skip
 
     def check_sampling(self) -> None:
-        """Raise `ConfigError` for options with which questions cannot be sampled to learn."""
+        """Raise `ConfigError` for options under which sampled outputs could not be trained on."""
         sampling, batching = self.sampling, self.batching
         for name in ("turn_timeout_s", "episode_timeout_s"):
             if getattr(sampling, name) and self.environments == {"single_turn"}:
@@ -133,7 +134,7 @@ class TrainConfig:
 
     @property
     def environments(self) -> set[str]:
-        """Names of those that play any question."""
+        """Names of the environments that play training or held-out questions."""
         of_sets = {each.environment for each in self.evaluation.eval if each.environment}
         of_files = {each.environment or self.data.environment for each in self.data.data_files}
         return of_sets | of_files
@@ -145,17 +146,17 @@ class TrainConfig:
 
     @property
     def teacher_names(self) -> tuple[str, ...]:
-        """Each teacher once, in the order given: `teacher.index` counts them."""
+        """Names of the teachers, without repeats, in the order that `teacher.index` counts."""
         return tuple(dict.fromkeys(self.teacher_routes.values()))
 
     def teacher_of(self, dataset_type: str) -> str | None:
-        """The name of the teacher of a line's type; None: it has none."""
+        """The name of the teacher for a dataset type; None without one."""
         routes = self.teacher_routes
         return routes.get(dataset_type, routes.get(EVERY_TYPE))
 
     @property
     def held_out(self) -> DataSource | None:
-        """What is evaluated on, beside the held-out file of each type."""
+        """The source of --eval-data-path; None without one."""
         data, held_out = self.data, self.evaluation
         if not held_out.eval_data_path:
             return None
@@ -166,7 +167,7 @@ class TrainConfig:
 
     @property
     def evaluation_sets(self) -> tuple[EvaluationSet, ...]:
-        """All that is evaluated on, in the order in which it is."""
+        """Every set that the run evaluates, in order."""
         of_files = any(file.held_out for file in self.data.data_files)
         is_unnamed = self.evaluation.eval_data_path or of_files
         unnamed = (EvaluationSet(name=UNNAMED),) if is_unnamed else ()
@@ -174,7 +175,7 @@ class TrainConfig:
 
     @property
     def best_set(self) -> EvaluationSet | None:
-        """The set that tells which checkpoint is the best."""
+        """The set whose metric chooses the best checkpoint; None without --keep-best-checkpoint."""
         name = self.evaluation.keep_best_checkpoint
         return check_best(name, self.evaluation_sets) if name else None
 
@@ -186,25 +187,25 @@ class TrainConfig:
 
     @property
     def pairs(self) -> DataSource | None:
-        """What is trained beside sampled outputs, of the split that is trained on."""
+        """The source of --pairs-path, trained beside sampled outputs; None without one."""
         path = self.teaching.pairs_path
         return DataSource(path, self.data.data_split) if path else None
 
     @property
     def asks_questions(self) -> bool:
-        """Whether anything is sampled: with --gkd-lambda 0 only held-out questions are."""
+        """Whether the run samples at all: with --gkd-lambda 0 only held-out questions."""
         return self.teaching.gkd_lambda > 0 or bool(self.evaluation_sets)
 
     @property
     def chunk_size(self) -> int:
-        """Tokens whose logits exist at a time."""
+        """Tokens whose logits are in memory at a time."""
         return self.memory.chunk_size(self.batching.max_tokens_per_gpu)
 
     @property
     def mode(self) -> str:
         """`on_policy`, `behaviour` or `decoupled`: the ratio's denominator (design, section 4).
 
-        A matter of configuration alone: a measured lag never changes the objective.
+        It depends on the options alone: a measured lag never changes the objective.
         """
         if self.objective.ratio_mode != "auto":
             return self.objective.ratio_mode
@@ -216,3 +217,69 @@ FIXED = options_of_change(TrainConfig, Change.FIXED)
 PLACES = options_of_change(TrainConfig, Change.PLACE)
 INCIDENTAL = options_of_change(TrainConfig, Change.INCIDENTAL)
 LIVE = options_of_change(TrainConfig, Change.LIVE)
+
+
+Settings = Mapping[str, Any]
+
+
+def parse_settings(texts: Iterable[str]) -> dict[str, object]:
+    """{option: value} of texts `name=value` as a user types them; raises `ConfigError`.
+
+    >>> parse_settings(["learning_rate=1e-6", "--max-staleness=2"])
+    {'learning_rate': 1e-06, 'max_staleness': 2}
+    """
+    hints, found = option_types(TrainConfig), {}
+    for text in texts:
+        name, is_there, value = text.partition("=")
+        name = name.strip().removeprefix("--").replace("-", "_")
+        if not is_there:
+            raise ConfigError(f"what is set must be NAME=VALUE, got {text!r}: learning_rate=1e-6")
+        _check_live(name, value)
+        try:
+            found[name] = hints[name](value.strip())
+        except ValueError as error:
+            kind = {int: "a whole number", float: "a number"}[hints[name]]
+            raise ConfigError(f"{flag(name)} must be {kind}, got {value!r}: give one") from error
+    return found
+
+
+def saved_config(parameters: Mapping[str, Any]) -> TrainConfig:
+    """Read the options out of a run's `training_params.json`, which also holds other keys."""
+    names = option_fields(TrainConfig)
+    return TrainConfig(**{name: value for name, value in parameters.items() if name in names})
+
+
+def with_settings(config: TrainConfig, settings: Settings) -> TrainConfig:
+    """The options of a run started with `config`, changed by these live settings.
+
+    Raises `ConfigError` for values that a start would refuse, and for a staleness that would
+    change the objective.
+    """
+    sampling = config.sampling
+    for name, value in settings.items():
+        _check_live(name, value)
+    changed = config.but(**settings)
+    changed.check_sampling()
+    if changed.mode != config.mode:
+        raise changed.refusal(
+            "max_staleness",
+            f"must keep the ratio's denominator, {config.mode}, and would make it {changed.mode}",
+            "a run that is started with --ratio-mode keeps its own",
+        )
+    moves = sampling.num_batches_per_ref_model_update < config.batching.num_training_batches
+    if moves and changed.sampling.max_staleness != sampling.max_staleness:
+        raise changed.refusal(
+            "max_staleness",
+            f"must stay {sampling.max_staleness} while the reference moves with the policy "
+            f"(--num-batches-per-ref-model-update {sampling.num_batches_per_ref_model_update})",
+            "it says which reference scores a batch",
+        )
+    return changed
+
+
+def _check_live(name: str, value: object) -> None:
+    if name not in LIVE:
+        raise ConfigError(
+            f"{flag(name)} cannot be set while a run trains, got {value!r}: "
+            f"{' and '.join(LIVE)} can, others when the run is resumed"
+        )

@@ -38,8 +38,8 @@ from async_grpo.util.errors import ConfigError
 
 DEFAULT_MAX_NUM_SEQS = 64
 WITH_MODEL = (GENERATION, LOGPROB, TEACHER, JUDGE)
-USERS_OWN = "path/to/file.py:Name"  # in the place of a mode; what has a colon is one
-SWITCHES = {  # that were: an option says the same where others see it
+USERS_OWN = "path/to/file.py:Name"  # a mode with a colon names a class of the user
+SWITCHES = {  # former environment variables, and the options that replace them
     "ASYNC_GRPO_VERIFIER_NAMESPACES": "--unconfined-rewards",
     "ASYNC_GRPO_ALLOW_UNCONFINED_CODE": "--unconfined-code",
 }
@@ -56,7 +56,7 @@ OURS = {  # vLLM's name: our option
         )
     },
 }  # fmt: skip
-# Patterns of vLLM's names, and why nobody but we may set them.
+# Patterns of vLLM's options that users may not set, and why.
 CONTRACT = "it would change what tokens or log-probabilities mean, and the trainer would not know"
 WEIGHTS = "weights of the trainer could not be loaded into such an engine, or from there"
 PROCESSES = "workers are placed and supervised here"
@@ -85,7 +85,7 @@ REFUSED = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerConfig(Options):
-    """Options of a dispatcher: it starts workers on its own node and stays in the foreground."""
+    """Options of a dispatcher, which starts workers on its node and stays in the foreground."""
 
     model_path: str = option("", group="Usual options")
     """Hugging Face folder of a causal language model; verifiers and environments need none"""
@@ -244,28 +244,28 @@ class WorkerConfig(Options):
 
     @property
     def memory_share(self) -> float:
-        """Of its devices' memory, which a worker may take; 0: nobody has said."""
+        """Share of its devices' memory that a worker may take; 0: the default of its engine."""
         shared = self.gpus_per_worker if self.gpus_per_worker < 1 else 0.0
         return self.gpu_memory_utilization or shared
 
     @property
     def kind(self) -> str:
-        """Its mode; that of a class of the user's is `SERVICE`."""
+        """The mode, or `SERVICE` for a class of the user."""
         return SERVICE if ":" in self.mode else self.mode
 
     @property
     def terms(self) -> ServiceTerms:
-        """What such a class says; raises `ConfigError` for one that is no service."""
+        """Capacity and devices of a service; raises `ConfigError` for a class that is none."""
         return ServiceTerms.read(self.mode)
 
     @property
     def serves_model(self) -> bool:
-        """Whether its workers load one."""
+        """Whether these workers load a model."""
         return self.mode in WITH_MODEL and not self.judge_url
 
     @property
     def num_devices(self) -> int:
-        """That each worker takes, on a machine that has any."""
+        """Devices that each worker takes, on a machine that has any."""
         if self.kind == SERVICE:
             return self.terms.devices
         if not self.serves_model:
@@ -274,7 +274,7 @@ class WorkerConfig(Options):
 
     @property
     def role(self) -> str:
-        """Of the workers; see `async_grpo.config.roles`."""
+        """The role of these workers; see `async_grpo.config.roles`."""
         if self.mode == TEACHER:
             return teacher(self.name)
         if self.mode == JUDGE:
@@ -285,13 +285,13 @@ class WorkerConfig(Options):
 
     @property
     def capacity(self) -> int:
-        """Sequences, episodes or requests at a time, unless an engine on a device takes vLLM's."""
+        """Sequences, episodes or requests at a time; engines on devices take vLLM's default."""
         stated = self.terms.capacity if self.kind == SERVICE else DEFAULT_MAX_NUM_SEQS
         return self.max_num_seqs or stated
 
     @property
     def verifier_variables(self) -> tuple[str, ...]:
-        """Names of the environment that users' functions receive."""
+        """Names of the environment variables that users' reward functions receive."""
         return names_in(self.verifier_env)
 
     @property
@@ -301,7 +301,7 @@ class WorkerConfig(Options):
 
 
 def check_services(workers: Iterable[WorkerConfig]) -> None:
-    """Raise `ConfigError` for a class that is no service, or two of one name."""
+    """Raise `ConfigError` for a class that is no service, or for two services of one name."""
     named: dict[str, WorkerConfig] = {}
     for each in workers:
         if each.kind == SERVICE and each.terms != named.setdefault(each.role, each).terms:
@@ -313,7 +313,7 @@ def check_services(workers: Iterable[WorkerConfig]) -> None:
 
 
 def refuse_switches() -> None:
-    """Raise `ConfigError` for a variable that once switched a confinement off."""
+    """Raise `ConfigError` for an environment variable that used to switch a confinement off."""
     for variable, typed in SWITCHES.items():
         if variable in os.environ:
             raise ConfigError(
@@ -348,7 +348,7 @@ def parse_engine_options(lines: Iterable[str]) -> Mapping[str, str]:
 
 
 def check_known(options: Mapping[str, str], known: Collection[str]) -> None:
-    """Raise `ConfigError` for an option that is none of vLLM's, whose names are `known`.
+    """Raise `ConfigError` for an option that vLLM does not have; `known`: those it has.
 
     >>> check_known({"kv_cache_dtyp": "fp8"}, ["block_size", "kv_cache_dtype"])
     Traceback (most recent call last):

@@ -41,8 +41,7 @@ from async_grpo.types import (
 )
 from async_grpo.types.message import packed, unpacked
 from async_grpo.util.errors import AsyncGrpoError, ConfigError, DeadlineError, ServerAway
-from async_grpo.util.together import together
-from async_grpo.util.waiting import TRIES, ask_again
+from async_grpo.util.waiting import TRIES, ask_again, together
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -48,7 +48,7 @@ from async_grpo.types import (
     VerdictStatus,
 )
 from async_grpo.util.errors import escaped
-from async_grpo.util.together import together
+from async_grpo.util.waiting import together
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -36,7 +36,7 @@ from async_grpo.gateway.wire import (
 from async_grpo.types import Turn
 from async_grpo.util.deadlines import GATEWAY_BODY_S, GATEWAY_ENDED_S, GATEWAY_HEAD_S
 from async_grpo.util.errors import AsyncGrpoError, ConfigError
-from async_grpo.util.together import together
+from async_grpo.util.waiting import together
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

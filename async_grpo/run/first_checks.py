@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from async_grpo.config.data_options import DataOptions
+from async_grpo.config.data_files import DataOptions
 from async_grpo.config.evaluation_sets import EvaluationOptions
 from async_grpo.config.option import flag, require
 from async_grpo.config.run_options import RecordingOptions

@@ -54,8 +54,8 @@ from async_grpo.types import (
     WorkerInfo,
 )
 from async_grpo.types.snapshots import store_complaint, stored_here
-from async_grpo.util.together import in_background
 from async_grpo.util.user_code import UserCode
+from async_grpo.util.waiting import in_background
 from async_grpo.weight_sync.buckets import laid_out_bytes, lay_out, torch_dtype
 from async_grpo.weight_sync.publisher import Publisher
 from async_grpo.weight_sync.routes import published_dtype

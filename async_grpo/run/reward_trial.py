@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from async_grpo.config.data_options import DataOptions
+from async_grpo.config.data_files import DataOptions
 from async_grpo.config.evaluation_sets import EvaluationOptions, EvaluationSet
 from async_grpo.config.roles import VERIFIER
 from async_grpo.environments.find import grades_itself

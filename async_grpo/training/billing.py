@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from async_grpo.algorithms.base import Algorithm
-from async_grpo.config.memory_options import MemoryOptions
+from async_grpo.config.training_options import MemoryOptions
 from async_grpo.devices.bill import Training
 
 USED = 0.9  # of the free memory: the rest is for allocators and libraries

@@ -12,8 +12,7 @@ import torch.distributed as dist
 
 from async_grpo.algorithms.find import find_algorithm, users_algorithm
 from async_grpo.batching.supervised import pack_pairs
-from async_grpo.config.live import Settings, with_settings
-from async_grpo.config.train_config import TrainConfig
+from async_grpo.config.train_config import Settings, TrainConfig, with_settings
 from async_grpo.devices.bill import GIB, trainer_bill, with_checkpointing_if_needed
 from async_grpo.devices.current import free_bytes
 from async_grpo.model.attention import choose_attention

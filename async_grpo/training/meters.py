@@ -17,7 +17,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultReduceScatter,
 )
 
-from async_grpo.config.memory_options import MemoryOptions
+from async_grpo.config.training_options import MemoryOptions
 from async_grpo.training.fsdp import compute_dtype
 
 PRODUCTS_S = 0.2  # for which products are repeated to find the peak

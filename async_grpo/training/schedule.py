@@ -10,8 +10,8 @@ import math
 from dataclasses import dataclass
 from fractions import Fraction
 
-from async_grpo.config.optimizer_options import OptimizerOptions
 from async_grpo.config.sampling_options import BatchingOptions
+from async_grpo.config.training_options import OptimizerOptions
 
 
 def learning_rate_factor(

@@ -18,9 +18,8 @@ from torch.optim import AdamW
 
 from async_grpo.algorithms.base import Algorithm, LossSums
 from async_grpo.algorithms.grpo_loss import mismatch
-from async_grpo.config.memory_options import MemoryOptions
-from async_grpo.config.optimizer_options import OptimizerOptions
 from async_grpo.config.sampling_options import BatchingOptions
+from async_grpo.config.training_options import MemoryOptions, OptimizerOptions
 from async_grpo.model.collate import collate, to_device
 from async_grpo.model.policy import PolicyModel
 from async_grpo.training.fsdp import HostAdamW, deferred_gradients, drop_local_gradients, reshard

@@ -1,7 +1,6 @@
-"""Add-ons: what a run can do without, imported by name when somebody asks for it.
+"""Add-ons: optional parts of the package, imported by name when an option asks for one.
 
-No file of the core imports one (`make imports`). Entry points of the installation name them, in
-pyproject.toml.
+The core imports none of them (`make imports`); entry points in pyproject.toml name them.
 """
 
 from __future__ import annotations
@@ -17,9 +16,7 @@ GROUP = "async_grpo.add_ons"
 
 @cache
 def add_on(name: str) -> Any:
-    """The class, function or module of that name.
-
-    Raises `ConfigError` where the installation has none.
+    """Import the class, function or module of an add-on; raises `ConfigError` where there is none.
 
     >>> add_on("weight_delta").__name__
     'async_grpo.weight_sync.delta'

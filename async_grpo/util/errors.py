@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def escaped(text: str) -> str:
-    r"""What a user's code, or a model, has said, for a terminal or a log: one line that is read.
+    r"""Text of a user's code, or of a model, escaped to one printable line for terminals and logs.
 
     >>> print(escaped("no\x1b[2J\nüben"))
     no\x1b[2J\nüben
@@ -44,7 +44,7 @@ class DeadlineError(AsyncGrpoError, TimeoutError):
 
 
 class NoWorkerError(DeadlineError):
-    """Nobody was free for a piece of work while nothing moved; the message says what is missing."""
+    """No worker became free while nothing else moved; the message says what is missing."""
 
 
 class WorkerError(AsyncGrpoError, RuntimeError):
@@ -52,7 +52,7 @@ class WorkerError(AsyncGrpoError, RuntimeError):
 
 
 class ProcessLostError(WorkerError):
-    """An actor's process has died, or its node cannot be reached; nobody knows what it did last."""
+    """An actor's process has died, or its node cannot be reached; what it did last is unknown."""
 
 
 class RunLost(ProcessLostError):
@@ -96,7 +96,7 @@ class RankLostError(AsyncGrpoError, RuntimeError):
 
 
 class ExpressLost(AsyncGrpoError, RuntimeError):
-    """A group of teacher and trainer ranks has lost a member; whoever is left forms another."""
+    """A group of teacher and trainer ranks has lost a member; the remaining ranks form another."""
 
 
 class AuditError(AsyncGrpoError, RuntimeError):
@@ -116,7 +116,7 @@ class WeightSyncError(AsyncGrpoError, RuntimeError):
 
 
 class SnapshotLostError(WeightSyncError):
-    """The trainer that held the bytes of these weights has ended; nobody can load them any more."""
+    """The trainer that held the bytes of these weights has ended; they can no longer be loaded."""
 
 
 class StaleAnswerError(AsyncGrpoError, RuntimeError):
@@ -124,4 +124,4 @@ class StaleAnswerError(AsyncGrpoError, RuntimeError):
 
 
 class ServerAway(AsyncGrpoError, ConnectionError):
-    """A server elsewhere could not be asked: what it was to do it has not done."""
+    """A server elsewhere could not be reached: it has not done what was asked."""

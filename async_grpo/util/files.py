@@ -1,4 +1,4 @@
-"""Files that others read while they are written: whole lines, or the whole file at once."""
+"""Atomic writes: whole files replaced at once, whole lines appended."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from async_grpo.util.errors import ConfigError
 
 @contextmanager
 def replacing(path: Path, *, mode: int = 0o666) -> Iterator[BinaryIO]:
-    """Write a file that takes the place of `path` on leaving: readers see the old one or the new.
+    """Write a file that replaces `path` on exit: readers see the old one or the new.
 
-    An error leaves the old one, and nothing else. `mode`: who may read it, but for the umask.
+    An error leaves the old file, and no temporary one. `mode`: permissions before the umask.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -36,7 +36,7 @@ def replacing(path: Path, *, mode: int = 0o666) -> Iterator[BinaryIO]:
 
 @contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """Within, what the system refuses is an error of the option that named `path`."""
+    """Turn an `OSError` of the block into a `ConfigError` about --output-dir."""
     try:
         yield
     except OSError as error:
@@ -58,13 +58,13 @@ def sync(path: Path) -> None:
 
 
 class LineFile:
-    """Appends lines, whole or not at all, that a run can do without.
+    """Appends whole lines to a file that a run can do without.
 
-    A disk that refuses costs lines, not the run: it says so once, and counts them.
+    Where the disk refuses, it says so once and counts the lost lines; the run goes on.
     """
 
     def __init__(self, path: Path, *, unit: str, say: Callable[[str], object]) -> None:
-        """`unit` is what a line holds, in the plural; `say` takes a sentence for people."""
+        """`unit`: what a line holds, in the plural; `say`: logs a sentence for users."""
         self.path = path
         self.num_lost = 0
         self._unit = unit
@@ -98,9 +98,9 @@ def _append(path: Path, lines: bytes) -> None:
 
 
 def tokens_folder() -> str | None:
-    """Where the tokens of all private clusters of this user lie, which no reward sees.
+    """The folder of the tokens of this user's private clusters, which is hidden from rewards.
 
-    None where somebody else has a folder of that name.
+    None where another user owns a folder of that name.
     """
     folder = Path(tempfile.gettempdir(), f"ray-tokens-{os.geteuid()}")
     with contextlib.suppress(FileExistsError):

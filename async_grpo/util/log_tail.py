@@ -1,4 +1,4 @@
-"""What a process has left in its log, for a person: its first error, and the end."""
+"""The first error and the last lines of a process's log, for messages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ERROR = re.compile(r"^(?:\(\w+ pid=\d+\) ERROR [^]]*\] )?((?:\w+\.)*\w*(?:Error|
 
 @dataclass(frozen=True, slots=True)
 class LastWords:
-    """Of one process; all of it empty when it has left no log on this node."""
+    """What one process logged last; all fields are empty where this node has no log of it."""
 
     path: str = ""
     error: str = ""
@@ -31,14 +31,14 @@ class LastWords:
 
     @property
     def sentence(self) -> str:
-        """To go behind the reason of a loss, in one line."""
+        """The end of a message about the loss of the process, in one line."""
         if not self.path:
             return ""
         return (f": {self.error}" if self.error else "") + f" (all of it in {self.path})"
 
 
 def last_words(logs_folder: str | Path, *, pid: int, num_lines: int = NUM_LINES) -> LastWords:
-    """Of process `pid` of this node, which wrote into Ray's folder of logs; 0 is none.
+    """Read the log of process `pid` of this node in Ray's log folder; 0: no process.
 
     Its errors (`worker-*-PID.err`) go before its output (`worker-*-PID.out`): logging and
     tracebacks are there. A pid can come again; the youngest file counts.
@@ -53,7 +53,7 @@ def last_words(logs_folder: str | Path, *, pid: int, num_lines: int = NUM_LINES)
 
 
 def first_error(lines: Sequence[str]) -> str:
-    """The first line that names an exception: those after it are its consequences.
+    """The first line that names an exception: later ones are its consequences.
 
     >>> first_error(["Traceback (most recent call last):", "ValueError: no room", "OSError: gone"])
     'ValueError: no room'
@@ -64,7 +64,7 @@ def first_error(lines: Sequence[str]) -> str:
 
 
 def last_error(lines: Sequence[str]) -> str:
-    """What a command that has failed names as its cause: its own sentence, or what ended it.
+    """The cause that a failed command's log names: its own error line, or its last exception.
 
     >>> last_error(["INFO ready", "ValueError: no room", "error: it is full", "stopped"])
     'it is full'
@@ -81,7 +81,7 @@ def last_error(lines: Sequence[str]) -> str:
 
 
 def last_said(lines: Sequence[str]) -> str:
-    """The last line that is no progress.
+    """The last line that is not a progress message.
 
     >>> last_said(["the cluster has ended", "INFO worker ready"]), last_said([])
     ('the cluster has ended', '')
@@ -90,7 +90,7 @@ def last_said(lines: Sequence[str]) -> str:
 
 
 def tail(file: Path, *, num_lines: int) -> tuple[str, ...]:
-    """The last lines of a file that are not empty and not Ray's marks; none when it is not there.
+    """The last lines of a file without empty lines and Ray's marks; none where there is no file.
 
     >>> tail(Path("/does/not/exist"), num_lines=9)
     ()

@@ -1,4 +1,4 @@
-"""Finds ports for processes that are about to be started."""
+"""Finds a free port for a process that is about to start."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ PORTS = 20_000, 32_000  # above those of Ray's workers, below those of connectio
 def free_port(address: str = "127.0.0.1") -> int:
     """A port that is free now at an address of this machine.
 
-    It is none that systems give to outgoing connections: one of those would take it before whoever
-    is told of it listens there.
+    It is outside the range of outgoing connections, one of which could otherwise take it before the
+    process listens.
 
     >>> PORTS[0] <= free_port() < PORTS[1]
     True

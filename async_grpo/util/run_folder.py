@@ -1,4 +1,4 @@
-"""A run's files beside its checkpoints: cleared for a new run, cut back for one that goes on."""
+"""A run's output folder: names of its files, cleared for a new run, cut back for a resumed one."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ CHECKPOINTS_FOLDER = "checkpoints"
 
 
 def is_restart() -> bool:
-    """Whether torchrun has started these ranks again: the run in the folder is this one."""
+    """Whether torchrun has restarted these ranks, so that the folder holds this very run."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
 def newest_checkpoint(folder: Path) -> tuple[int, Path] | None:
-    """After which batch the run in `folder` has saved last, and where; nothing of it is read."""
+    """Batch number and path of the newest committed checkpoint; reads no file of it."""
     found = [
         (marker.stat().st_mtime_ns, int(number), marker.parent)
         for marker in folder.glob(f"{CHECKPOINTS_FOLDER}/batch_*/COMMITTED")
@@ -35,7 +35,7 @@ def newest_checkpoint(folder: Path) -> tuple[int, Path] | None:
 
 
 def clear(folder: Path, *, files: tuple[str, ...], folders: tuple[str, ...]) -> None:
-    """Make the folder of a new run, without what an older one has left in it."""
+    """Make the folder of a new run and delete what an older run left in it."""
     with explained(folder):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         for name in folders:  # the checkpoints first: they must not outlive their metrics
@@ -45,7 +45,7 @@ def clear(folder: Path, *, files: tuple[str, ...], folders: tuple[str, ...]) -> 
 
 
 def cut_back(folder: Path, sizes: Mapping[str, int], *, source: Path) -> None:
-    """Make files what they were at a checkpoint: sizes in bytes by name.
+    """Truncate files to their length at a checkpoint: {name: bytes}.
 
     `source`: the folder of the run that wrote the checkpoint, which keeps its own files.
     """

@@ -1,4 +1,4 @@
-"""A request to end a run in order: between two items of its stream, on every rank at the same."""
+"""Ending a run early: every rank stops before the same item of its stream."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ T = TypeVar("T")
 
 
 class StopRequest(Event):
-    """A signal handler sets it; `is_polled` says whether the run polls it at the moment.
+    """An event that a signal handler sets; `is_polled` says whether the run polls it now.
 
-    `is_in_order`: the run itself has set it, at the end of a batch, and ends well.
+    `is_in_order`: the run itself has set it, at the end of a batch, and ends successfully.
     """
 
     def __init__(self) -> None:
@@ -23,7 +23,7 @@ class StopRequest(Event):
 
 
 def stop_in_order(stop: Event) -> None:
-    """End the run as one that has done what it was asked; every rank calls it at the same place."""
+    """End the run successfully; every rank calls this at the same point."""
     if isinstance(stop, StopRequest):
         stop.is_in_order = True
     stop.set()
@@ -31,7 +31,7 @@ def stop_in_order(stop: Event) -> None:
 
 @contextmanager
 def polled(stop: Event) -> Iterator[None]:
-    """Around the loop of a run that polls `stop` before each item."""
+    """Mark `stop` as polled during the loop of a run."""
     if not isinstance(stop, StopRequest):
         yield
         return
@@ -43,9 +43,9 @@ def polled(stop: Event) -> Iterator[None]:
 
 
 def until_stopped(items: Iterable[T], *, agree: Callable[[int], int], stop: Event) -> Iterator[T]:
-    """The items until any rank has been asked to stop; for a stream that every rank makes itself.
+    """Yield items until any rank is asked to stop; every rank iterates over the same stream.
 
-    `agree` is `Ranks.agree`: the ranks end before the same item, and `stop` is set on all of them.
+    `agree` is `Ranks.agree`: all ranks end before the same item, with `stop` set on each.
     """
     for item in items:
         if agree(int(stop.is_set())):

@@ -1,7 +1,7 @@
-"""A class in a file of the user's: named by an option, read once, run wherever it is needed.
+"""A class in a file of the user: named by an option, read once, run where it is needed.
 
-Whoever reads it does not run it. Its text travels with its hash: a file is run from the text, on
-whatever machine; a module must be installed there with the same text.
+Reading does not run it. Its text travels with its hash: a file is run from this text on every
+machine; a module must be installed there with the same text.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PY_SOURCE = 1  # as `ModuleFinder` knows the kinds of modules
 
 @dataclass(frozen=True, slots=True)
 class UserCode:
-    """One class, on its way to the processes that use it."""
+    """The name and source of one class, as sent to the processes that use it."""
 
     name: str  # package.module:Name, or /whole/path/to/file.py:Name
     text: str  # of the file that holds it
@@ -65,13 +65,13 @@ class UserCode:
         return self.name.rpartition(":")[0]
 
     def hashes(self, what: str) -> dict[str, str]:
-        """sha256 of its text, under the name `what`, and of its own modules: `hash_imported`."""
+        """{name: sha256} of its text, called `what`, and of the modules that it imports."""
         return {what: self.sha256} | hash_imported(path_of(self.place), what=what)
 
     def check_defined(self) -> None:
-        """Raise `ConfigError` for a text that Python cannot read, or that defines no such name.
+        """Raise `ConfigError` for a text that cannot be parsed, or that does not define the name.
 
-        It is not run: what a star import brings, or a text does to its own globals, may be it.
+        The text is not run: a star import or a change of globals counts as a definition.
         """
         nodes = self._nodes()
         bound = {node.name for node in nodes if isinstance(node, ast.ClassDef | ast.FunctionDef)}
@@ -86,7 +86,7 @@ class UserCode:
             )
 
     def defines(self, method: str) -> bool:
-        """Whether its class, or one of the same file that it derives from, has that method."""
+        """Whether its class, or a base class in the same file, has that method."""
         return any(getattr(each, "name", "") == method for each in self._body())
 
     def awaits(self, method: str) -> bool:
@@ -95,9 +95,9 @@ class UserCode:
         return isinstance(next(found, None), ast.AsyncFunctionDef)
 
     def states(self, attribute: str, default: object = None) -> object:
-        """The plain value of an attribute in the body of such a class, `default` where it has none.
+        """The literal value of a class attribute, `default` where there is none.
 
-        Of what would have to be run it is the text.
+        For an expression that would have to be run, its source.
 
         >>> code = UserCode("f.py:B", "class A:\\n  x: int = 4\\nclass B(A):\\n  y = f()")
         >>> code.states("x"), code.states("y"), code.states("z")
@@ -114,7 +114,7 @@ class UserCode:
         return default
 
     def _body(self) -> Iterator[ast.stmt]:
-        """The statements of its class, then of those of the same file that it derives from."""
+        """The statements of its class, then of its base classes in the same file."""
         classes = {node.name: node for node in self._nodes() if isinstance(node, ast.ClassDef)}
         names = [self.name.rpartition(":")[2]]
         for name in names:  # which grows
@@ -123,7 +123,7 @@ class UserCode:
                 yield from found.body
 
     def keys_of(self, name: str) -> tuple[str, ...]:
-        """The texts by which its text looks into whatever it calls `name`.
+        """The literal keys with which its source subscripts a variable `name`.
 
         >>> UserCode("f.py:A", "await services['index'](services[key])").keys_of("services")
         ('index',)
@@ -138,7 +138,7 @@ class UserCode:
         return tuple(dict.fromkeys(key for key in keys if isinstance(key, str)))
 
     def asks(self, method: str) -> bool:
-        """Whether its text names a method so, of whatever object."""
+        """Whether its source names an attribute `method`, of any object."""
         nodes = self._nodes()
         return any(isinstance(node, ast.Attribute) and node.attr == method for node in nodes)
 
@@ -149,7 +149,7 @@ class UserCode:
             raise ConfigError(f"{self.place} cannot be imported: {error!r}: correct it") from None
 
     def load(self, base: type[T]) -> type[T]:
-        """Run it, and return the class; raises `ConfigError` unless it derives from `base`."""
+        """Run the source, return the class; raises `ConfigError` unless it derives from `base`."""
         try:
             if self.place.endswith(".py"):
                 module = run_file(self.place, self.text)
@@ -169,7 +169,7 @@ class UserCode:
         return found
 
     def require_same(self, here: UserCode | None) -> None:
-        """Raise `ConfigError` unless this process reads what the run has read."""
+        """Raise `ConfigError` unless this process reads the same source as the run."""
         found = here.sha256 if here else "none"
         if found != self.sha256:
             raise ConfigError(
@@ -178,7 +178,7 @@ class UserCode:
             )
 
     def line_in(self, frames: Sequence[FrameSummary]) -> str:
-        """Its last line that was running, for people; the last of all where it was none."""
+        """Its innermost line of a traceback, for messages; without one, the innermost of all."""
         ends = (self.place, self.place.replace(".", os.sep) + ".py")
         own = [frame for frame in frames if frame.filename.endswith(ends)]
         if not frames:
@@ -189,7 +189,7 @@ class UserCode:
 
 @functools.cache
 def run_file(path: str, text: str) -> ModuleType:
-    """The module that a file's text makes, once, under a name that hides no installed module."""
+    """Run a file's text once, as a module under a name that hides no installed module."""
     spec = importlib.util.spec_from_file_location("user_file_" + re.sub(r"\W", "_", path), path)
     assert spec is not None, "every .py file has a loader"
     sys.path.append(os.path.dirname(path))  # its neighbours are importable, and hide nothing
@@ -197,7 +197,7 @@ def run_file(path: str, text: str) -> ModuleType:
 
 
 def run_module(spec: ModuleSpec, text: str) -> ModuleType:
-    """The module of a spec, run from a text instead of what lies there now."""
+    """Run the module of a spec from `text` instead of from its file."""
     module, path = importlib.util.module_from_spec(spec), str(spec.origin)
     sys.modules[spec.name] = module  # where its dataclasses look for their annotations
     linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)
@@ -206,7 +206,7 @@ def run_module(spec: ModuleSpec, text: str) -> ModuleType:
 
 
 def path_of(place: str) -> str:
-    """The file of a file, or of a module."""
+    """The path of a .py file or of a module."""
     if place.endswith(".py"):
         return place
     spec = importlib.util.find_spec(place)
@@ -216,15 +216,15 @@ def path_of(place: str) -> str:
 
 
 def text_of(place: str) -> str:
-    """The text of a file, or of a module's."""
+    """The source of a .py file or of a module."""
     with tokenize.open(path_of(place)) as file:  # in the encoding that the file declares
         return file.read()
 
 
 def hash_imported(path: str, *, what: str) -> dict[str, str]:
-    """sha256 of the modules that a file imports out of its own folder, and of those that they do.
+    """{name: sha256} of the modules that a file imports, directly or not, from its own folder.
 
-    They are called by their place there, "helper.py of WHAT". Installed ones are none of them.
+    They are named by their path there, "helper.py of WHAT". Installed modules are left out.
     """
     folder = Path(path).parent
     searched = [] if folder.name in INSTALLED else [str(folder)]

@@ -1,10 +1,12 @@
-"""Looking again for what will be there soon, and asking again where an answer was lost."""
+"""Waiting: polling, asking again after a loss, awaiting several coroutines, background threads."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
+from concurrent.futures import Future
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -12,9 +14,9 @@ TRIES = 3  # of a turn whose engine was lost, and of a judge that gave no verdic
 
 
 def poll(*, every_s: float, within_s: float) -> Iterator[None]:
-    """Yield for each look; what follows the loop is said of something that did not come in time.
+    """Yield once for each look; the loop ends when the time is up.
 
-    The first look is at once, however little time there is; the last one is at its end, or after.
+    The first look is at once, even with no time left; the last one is at the deadline or after.
 
     Example:
         >>> looks = 0
@@ -38,12 +40,12 @@ async def ask_again(
     warn: Callable[[Exception], None],
     pause_s: float = 0.0,
 ) -> T:
-    """The answer of a worker, or of another one; raises the last of `TRIES` errors.
+    """Return an answer after at most `TRIES` tries; raises the last error.
 
     Args:
-        lost: errors after which another worker is asked, once `warn` was told of them.
-        final: those among them that are raised at once.
-        pause_s: before another worker is asked.
+        lost: errors after which another worker is asked; `warn` gets each.
+        final: the `lost` errors that are raised at once.
+        pause_s: seconds before another worker is asked.
     """
     for _ in range(TRIES - 1):
         try:
@@ -54,3 +56,35 @@ async def ask_again(
             warn(error)
         await asyncio.sleep(pause_s)
     return await ask()
+
+
+async def together(work: Iterable[Coroutine[object, object, T]], *, name: str) -> list[T]:
+    """Await all coroutines and return their results in order; the first error cancels the rest."""
+    tasks = [asyncio.create_task(each, name=f"{name}-{n}") for n, each in enumerate(work)]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def in_background(work: Callable[[], T], *, name: str) -> Future[T]:
+    """Run `work` in a daemon thread; its result comes after everything it held is released.
+
+    A thread that hangs does not delay the end of the process.
+    """
+    outcome: Future[T] = Future()
+
+    def run() -> None:
+        nonlocal work
+        try:
+            result = work()
+        except BaseException as error:  # the thread's boundary: the future carries it
+            outcome.set_exception(error)
+        else:
+            # A daemon that frees tensors while the interpreter ends would abort the process.
+            del work
+            outcome.set_result(result)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return outcome

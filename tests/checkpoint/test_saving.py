@@ -18,7 +18,7 @@ from async_grpo.training.fsdp import shard
 from async_grpo.training.learner import Learner
 from async_grpo.training.ranks import Absent, Ranks
 from async_grpo.types import EndOfStep
-from async_grpo.util.together import in_background
+from async_grpo.util.waiting import in_background
 
 GOOD, *_ = make_minibatches()
 

@@ -17,7 +17,7 @@ def test_what_is_typed_and_what_a_table_says_are_the_same():
         "every": 5, "limit": 50, "seed": 7, "type": "sums", "split": "test", "config": "main",
         "column_mapping": "input=question",
     }  # fmt: skip
-    found = evaluation_set(as_text(table, option="eval", name="name"))
+    found = evaluation_set(as_text(table, option_name="eval", name="name"))
     assert (found.name, found.samples, found.ks, found.pass_ks) == ("math", 16, *[(1, 4, 16)] * 2)
     assert (found.temperature, found.top_p, found.max_tokens) == (0.6, 0.95, 99)
     assert (found.rewards, found.environment) == (("a", "mine.py:b"), "mine.py:M")

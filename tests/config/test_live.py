@@ -2,8 +2,7 @@
 
 import pytest
 
-from async_grpo.config.live import LIVE, parse_settings, with_settings
-from async_grpo.config.train_config import TrainConfig
+from async_grpo.config.train_config import LIVE, TrainConfig, parse_settings, with_settings
 from async_grpo.util.errors import ConfigError
 
 PATHS = {"model_name_or_path": "m", "data_path": "d"}

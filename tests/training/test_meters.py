@@ -11,7 +11,7 @@ import torch
 from meter_scenarios import LATE_S, steps_with_meters
 from ranks import run_ranks
 
-from async_grpo.config.memory_options import MemoryOptions
+from async_grpo.config.training_options import MemoryOptions
 from async_grpo.training.meters import CPU_SIZE, Collectives, peak_memory, peak_tflops
 
 CPU = torch.device("cpu")
