@@ -1,7 +1,7 @@
-"""What a fork server loads, and what a child of it does with one request.
+"""Load the reward adapters in a fork server, and run one on the samples of a request in its child.
 
-Used inside verifier processes only: it imports users' code, the reward adapters, by their names.
-Nothing but plain records leaves the child, see `tasks`.
+Only verifier processes import this module: it imports users' code, the reward adapters, by name.
+A child sends plain records and nothing else, see `tasks`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from numbers import Real
-from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from async_grpo.util.errors import ConfigError
 from async_grpo.util.user_code import run_file, run_module, text_of
@@ -38,32 +37,32 @@ from async_grpo.verification.graders import UnscorableError
 from async_grpo.verification.jail import limit
 from async_grpo.verification.tasks import MAX_REASON_CHARACTERS, Outcome, encode_answer, overrun
 
-if TYPE_CHECKING:  # a fork server holds no arrays: a fork costs what its parent holds
+if TYPE_CHECKING:  # without numpy a fork server is small, and each fork is quick
     from async_grpo.types import FailureCause
 
 JAILER = "async_grpo.verification.jailer"
 MAX_LOAD_ERROR_CHARACTERS = 4000
-NUM_REHEARSALS = 50  # Python makes code faster that has run so often: no child must do so again
+NUM_REHEARSALS = 50  # calls after which Python has specialised a function, for all forked children
 CONNECTION_ERRNOS = frozenset(
     {errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH}
 )
-# Whose exceptions tell of somebody else's machine; they need not be installed here.
+# Exceptions of these libraries mean that another machine failed; they may not be installed here.
 CLIENT_LIBRARIES = frozenset(
     {"aiohttp", "anthropic", "botocore", "grpc", "http", "httpcore", "httpcore2", "httpx", "httpx2"}
     | {"openai", "redis", "requests", "socket", "ssl", "urllib", "urllib3", "websockets"}
 )
-Adapter = Callable[[dict[str, object]], float | Mapping[str, float]]
+Adapter = Callable[[Any], Any]  # of a sample, or, if it is groupwise, of a list of them
 
 
 def load(config: VerifierConfig) -> tuple[dict[str, Adapter], dict[str, object]]:
-    """The adapters of a fork server, and what it tells its pool of them.
+    """Import the adapters of a fork server; return them and the greeting to its pool.
 
-    They are imported within the limits that they work in, which the server keeps.
+    The limits of memory and file size hold from before the import until the server ends.
     """
     limit(resource.RLIMIT_AS, config.memory_mib << 20)
     limit(resource.RLIMIT_FSIZE, config.file_mib << 20)
     limit(resource.RLIMIT_CORE, 0)
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # two for each child at a time
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # each running child takes two
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     os.environ[TIMEOUT_VARIABLE] = f"{config.timeout_s:g}"
     if config.unconfined_code:
@@ -75,26 +74,27 @@ def load(config: VerifierConfig) -> tuple[dict[str, Adapter], dict[str, object]]
     except ConfigError as error:
         return {}, {"load_error": str(error)[:MAX_LOAD_ERROR_CHARACTERS]}
     for _ in range(NUM_REHEARSALS):
-        outcome = run_adapter("", lambda sample: {"reward": 0.0}, {}, config, left_out={})
+        (outcome,) = run_adapter("", lambda sample: {"reward": 0.0}, [{}], config, left_out={})
         encode_answer("", outcome)
-    # Ours are known without importing them, which takes long.
+    # If the shipped graders are not imported yet, none is used: their import takes long.
     ours = getattr(sys.modules.get(SHIPPED), "SHIPPED", {}).values()
-    shipped = [name for name, adapter in adapters.items() if adapter in ours]
-    groupwise = [name for name, adapter in adapters.items() if _is(adapter, "groupwise")]
-    executing = [name for name, adapter in adapters.items() if _is(adapter, "executes_text")]
     jailer = sys.modules.get(JAILER)
-    found = {"shipped": shipped, "groupwise": groupwise, "executing": executing}
-    found |= {"confinement": jailer.confinement() if jailer else {}}
-    return adapters, {"load_error": "", **found}
+    return adapters, {
+        "load_error": "",
+        "shipped": [name for name, adapter in adapters.items() if adapter in ours],
+        "groupwise": [name for name, adapter in adapters.items() if is_groupwise(adapter)],
+        "executing": [n for n, a in adapters.items() if getattr(a, "executes_text", False)],
+        "confinement": jailer.confinement() if jailer else {},
+    }
 
 
-def _is(adapter: Adapter, kind: Literal["groupwise", "executes_text"]) -> bool:
-    """Whether it grades all outputs of a question in one call; runs what the model wrote."""
-    return bool(getattr(adapter, kind, False))
+def is_groupwise(adapter: Adapter) -> bool:
+    """Whether the adapter grades all outputs of a question in one call."""
+    return bool(getattr(adapter, "groupwise", False))
 
 
 def load_adapters(config: VerifierConfig) -> dict[str, Adapter]:
-    """The adapters that the run names, by name; raises `ConfigError` for one that cannot be had.
+    """Import the adapters that the run names; raises `ConfigError` for one that is not usable.
 
     An adapter's attribute `prepare` is called once in each process, and may raise `ConfigError`.
     """
@@ -137,52 +137,47 @@ def _from_registry(name: str, config: VerifierConfig) -> Adapter:
 
 
 def _load_module(source: str, config: VerifierConfig, *, option: str) -> ModuleType:
-    """The module, run from the text that the dispatcher has read, if it has found one."""
+    """Import a module; if the dispatcher has read its text, run that text."""
     text = config.sources.get(source)
     try:
         if source.endswith(".py"):
-            path = str(_find_file(source, option=option, search_paths=config.search_paths))
-            return run_file(path, text_of(path) if text is None else text)
+            if not (path := path_of(source, config.search_paths)):
+                looked = dict.fromkeys(map(str, candidates(source, config.search_paths)))
+                raise ConfigError(
+                    f"{option} must name a file that exists, got {source!r}: looked at "
+                    f"{', '.join(looked)}"
+                )
+            return run_file(str(path), text_of(str(path)) if text is None else text)
         spec = importlib.util.find_spec(source)
         if text is None or spec is None or source in sys.modules:
             return importlib.import_module(source)
         return run_module(spec, text)
     except ConfigError:
         raise
-    except (Exception, SystemExit) as error:  # users' code: whatever it raises is told, once
+    except (Exception, SystemExit) as error:  # the boundary of users' code: it may raise anything
         raise ConfigError(
             f"{option} names {source!r}, which cannot be imported "
             f"({type(error).__name__}: {error}): correct it or the name"
         ) from error
 
 
-def _find_file(source: str, *, option: str, search_paths: tuple[str, ...]) -> Path:
-    if path := path_of(source, search_paths):
-        return path
-    looked = ", ".join(dict.fromkeys(map(str, candidates(source, search_paths))))
-    raise ConfigError(f"{option} must name a file that exists, got {source!r}: looked at {looked}")
-
-
 def grade(
     adapters: Mapping[str, Adapter], config: VerifierConfig, request: Mapping[str, Any]
 ) -> Iterator[bytes]:
-    """Run an adapter on samples of one group, in a child: the answers as its pipe carries them.
+    """Run an adapter on samples of one group, in a child; yield the answers as bytes for its pipe.
 
-    A child ends early when all that it has done took as long as one sample may.
+    The child stops before its next sample once it has run for as long as one sample may take.
     """
-    # A hard limit, for a namespace's first process ignores SIGXCPU, cannot be raised for the next
-    # sample: it is for a child that is on its last one, and the server limits each sample.
-    limit(resource.RLIMIT_CPU, math.ceil(2 * config.timeout_s) + 1)  # it is counted roughly
+    # The limit must be hard, as the first process of a pid namespace ignores SIGXCPU, so it cannot
+    # be raised for the next sample: it bounds the child's last one, and the server limits each.
+    limit(resource.RLIMIT_CPU, math.ceil(2 * config.timeout_s) + 1)  # the kernel counts roughly
     limit(resource.RLIMIT_NOFILE, MAX_OPEN_FILES)
     name, ends_at = request["adapter"], time.monotonic() + config.timeout_s
-    if _is(adapters[name], "groupwise"):
-        task_ids, samples, left_out = zip(*request["tasks"], strict=True)
-        outcomes = run_groupwise(name, adapters[name], samples, config, left_out=left_out[0])
+    given = request["tasks"]
+    for tasks in [given] if is_groupwise(adapters[name]) else [[task] for task in given]:
+        task_ids, samples, left_out = zip(*tasks, strict=True)
+        outcomes = run_adapter(name, adapters[name], samples, config, left_out=left_out[0])
         yield b"".join(map(encode_answer, task_ids, outcomes))
-        return
-    for task_id, sample, left_out in request["tasks"]:
-        outcome = run_adapter(name, adapters[name], sample, config, left_out=left_out)
-        yield encode_answer(task_id, outcome)
         if time.monotonic() > ends_at:
             return
 
@@ -190,32 +185,19 @@ def grade(
 def run_adapter(
     name: str,
     adapter: Adapter,
-    sample: dict[str, object],
-    config: VerifierConfig,
-    *,
-    left_out: Mapping[str, str],
-) -> Outcome:
-    """Grade one sample with one adapter; never raises."""
-    try:
-        return _read_result(name, adapter(sample), getattr(adapter, "max_reward", 1.0))
-    except BaseException as error:  # the process boundary: classified here, once
-        return _failed(name, adapter, error, sample, config, left_out=left_out)
-
-
-def run_groupwise(
-    name: str,
-    adapter: Any,  # a groupwise one
     samples: Sequence[dict[str, object]],
     config: VerifierConfig,
     *,
     left_out: Mapping[str, str],
 ) -> list[Outcome]:
-    """Grade the samples of one question in one call, which fails for all; never raises.
+    """Grade one sample, or with a groupwise adapter those of one question; never raises.
 
-    A result may be an `UnscorableError`: of a sample that holds no answer.
+    One call grades all samples, and fails for all. A groupwise adapter may return an
+    `UnscorableError` as the result of a sample that holds no answer.
     """
+    together = is_groupwise(adapter)
     try:
-        results = list(adapter(list(samples)))
+        results = list(adapter(list(samples))) if together else [adapter(samples[0])]
         if len(results) != len(samples):
             raise TypeError(
                 f"a groupwise adapter must return {len(samples)} results, a sample each, it "
@@ -224,11 +206,11 @@ def run_groupwise(
         most = getattr(adapter, "max_reward", 1.0)
         return [
             _unscorable(name, result)
-            if isinstance(result, UnscorableError)
+            if together and isinstance(result, UnscorableError)
             else _read_result(name, result, most)
             for result in results
         ]
-    except BaseException as error:  # the process boundary, as above
+    except BaseException as error:  # the process boundary: classified here, once
         failed = _failed(name, adapter, error, samples[0], config, left_out=left_out)
         return [failed] * len(samples)
 
@@ -247,7 +229,7 @@ def _failed(
     *,
     left_out: Mapping[str, str],
 ) -> Outcome:
-    """What an adapter's exception says of a sample."""
+    """The outcome of a sample on which the adapter raised an exception."""
     if isinstance(error, UnscorableError):
         return _unscorable(name, error)
     if isinstance(error, MemoryError):
@@ -266,7 +248,7 @@ def _failed(
 
 
 def cause_of(error: BaseException) -> FailureCause:
-    """Whether it tells of a connection, itself or what it was raised from.
+    """Whether the exception, or one in its chain of causes, is of a connection.
 
     >>> cause_of(ConnectionRefusedError()), cause_of(FileNotFoundError(2, "no such file"))
     ('connection', 'exception')
@@ -274,9 +256,8 @@ def cause_of(error: BaseException) -> FailureCause:
     while True:
         is_network = isinstance(error, OSError) and error.errno in CONNECTION_ERRNOS
         libraries = {kind.__module__.partition(".")[0] for kind in type(error).__mro__}
-        if is_network or isinstance(error, (ConnectionError, TimeoutError)):
-            return "connection"
-        if libraries & CLIENT_LIBRARIES:
+        is_network |= isinstance(error, ConnectionError | TimeoutError)
+        if is_network or libraries & CLIENT_LIBRARIES:
             return "connection"
         if error.__cause__ is None:
             return "exception"
@@ -284,7 +265,7 @@ def cause_of(error: BaseException) -> FailureCause:
 
 
 def _line(error: BaseException, adapter: Adapter) -> str:
-    """The deepest line of the adapter's own file; where it begins, when what it returned is bad."""
+    """The deepest line in the adapter's own file; its first, if its result is what is wrong."""
     frames = traceback.extract_tb(error.__traceback__)
     code = getattr(inspect.unwrap(adapter), "__code__", None)
     own = [frame for frame in frames if code and frame.filename == code.co_filename]
@@ -296,7 +277,7 @@ def _line(error: BaseException, adapter: Adapter) -> str:
 
 def _explain(error: BaseException, sample: Iterable[str], left_out: Mapping[str, str]) -> str:
     reason = f"{type(error).__name__}: {error}"[: MAX_REASON_CHARACTERS // 2]
-    if isinstance(error, KeyError):  # most often a column that the data does not have
+    if isinstance(error, KeyError):  # most often of a column that the data does not have
         reason += f" (the sample has {', '.join(sample)})"
         reason += "".join(
             f"; {name} is a {kind}, no plain value" for name, kind in left_out.items()
@@ -305,7 +286,7 @@ def _explain(error: BaseException, sample: Iterable[str], left_out: Mapping[str,
 
 
 def _read_result(name: str, result: object, max_reward: float) -> Outcome:
-    """A dict with a reward, or the reward alone."""
+    """The outcome from a dict with a reward, or from the reward alone; raises TypeError."""
     parts = result if isinstance(result, Mapping) else {"reward": result}
     if "reward" not in parts:
         raise TypeError(f"an adapter's dict must have a 'reward', got {result!r}")
@@ -320,7 +301,7 @@ def _read_result(name: str, result: object, max_reward: float) -> Outcome:
 
 
 def _number(key: str, value: object) -> float:
-    """Of a Python number or boolean, or of numpy's and torch's scalars."""
+    """A Python number or boolean, or a scalar of numpy or torch, as a float; raises TypeError."""
     if getattr(value, "shape", None) == ():
         value = value.item()  # type: ignore[attr-defined]
     if not isinstance(value, Real) or not math.isfinite(value):

@@ -14,7 +14,8 @@ CONFIG = VerifierConfig(reward_names=("mine",))
 
 
 def call(adapter, **sample):
-    return run_adapter("mine", adapter, sample, CONFIG, left_out={})
+    (outcome,) = run_adapter("mine", adapter, [sample], CONFIG, left_out={})
+    return outcome
 
 
 def raising(error, *, cause=None):

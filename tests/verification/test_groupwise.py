@@ -11,7 +11,7 @@ from async_grpo.util.errors import ConfigError
 from async_grpo.verification.config import VerifierConfig
 from async_grpo.verification.graders import UnscorableError
 from async_grpo.verification.graders.shipped import majority_rewards
-from async_grpo.verification.verifier import run_groupwise
+from async_grpo.verification.verifier import run_adapter
 
 CONFIG = VerifierConfig(reward_names=("mine",))
 
@@ -27,7 +27,8 @@ def ranked(samples, **kwargs):
 
 def outcomes_of(adapter, *outputs):
     samples = [{"output": output} for output in outputs]
-    return run_groupwise("mine", adapter, samples, CONFIG, left_out={})
+    adapter.groupwise = True
+    return run_adapter("mine", adapter, samples, CONFIG, left_out={})
 
 
 def test_each_output_has_its_own_result_of_the_one_call():
