@@ -1,11 +1,11 @@
 """The program inside a confinement: imports graders once, and forks a child for every request.
 
     pool ──request──▶ server ──fork──▶ child: one adapter, texts of one group, one by one
-         ◀──report───        ◀─answers─     (a pipe of its own)
+         ◀──report───        ◀─answers─     (a pipe for each child)
 
 The server imports adapters and evaluates no text. A child has its own pid and user namespace: it
-sees no process but itself, and the kernel ends whatever it has started together with it. Without
-namespaces the server adopts what a child leaves behind, and kills it.
+sees no other process, and when it ends, the kernel ends every process that it has started. Without
+namespaces the server becomes the parent of processes that a child leaves behind, and kills them.
 """
 
 from __future__ import annotations
@@ -24,21 +24,13 @@ from functools import partial
 from select import POLLIN, poll
 from typing import Any, NoReturn
 
-from async_grpo.verification import namespaces, tasks, verifier
+from async_grpo.verification import namespaces, tasks, usage, verifier
 from async_grpo.verification.config import MAX_PROCESSES, Isolation, VerifierConfig
 from async_grpo.verification.jail import limit
-from async_grpo.verification.usage import (
-    children,
-    cpu_seconds,
-    descendants,
-    held_mib,
-    hold_connection,
-    pause_s,
-)
 
 ANSWER_PIPE = 3
 MAX_DESCRIPTORS = 1 << 20
-CPU_CLOCK = 2  # CPUCLOCK_SCHED of Linux: with a process' id, a clock of its processor time
+CPU_CLOCK = 2  # CPUCLOCK_SCHED of Linux: with a process id, the clock of its processor time
 
 Grade = Callable[[dict[str, Any]], Iterable[bytes]]
 
@@ -47,21 +39,21 @@ Grade = Callable[[dict[str, Any]], Iterable[bytes]]
 class _Child:
     """A process that grades the samples of one request."""
 
-    request: str  # its id
+    request: str  # id
     process: int
-    pipe: int  # our end
-    ends_at: float  # at the latest, on the monotonic clock
-    killed_for: str = ""
+    pipe: int  # the server's end
+    ends_at: float  # latest end, on the monotonic clock
+    killed_for: str = ""  # the limit that it reached
     answers: bytes = b""
-    sample_since: float = field(default_factory=time.monotonic)
-    cpu_s: float = 0.0  # used by then, by itself
-    family_before_s: float = 0.0  # and with what it has started
-    family_cpu_s: float = 0.0  # of both, since then
-    is_connected: bool = False  # since then it was seen with a connection
-    held_mib: float = 0.0  # by it and what it has started, now
+    sample_since: float = field(default_factory=time.monotonic)  # start of the present sample
+    cpu_s: float = 0.0  # processor time of the process alone, before this sample
+    family_before_s: float = 0.0  # of the process and its descendants, before this sample
+    family_cpu_s: float = 0.0  # of the process and its descendants, in this sample
+    is_connected: bool = False  # one of them has held a connection during this sample
+    held_mib: float = 0.0  # memory of all of them, now
 
     def read(self) -> None:
-        """Take what it has written; the limits of a sample begin when that is seen."""
+        """Read the pipe; a new answer starts the limits of the next sample."""
         num_known = len(self.answers)
         while len(self.answers) <= tasks.MAX_ANSWERS_BYTES:
             try:
@@ -73,18 +65,18 @@ class _Child:
             self.answers += said
         if b"\n" in self.answers[num_known:]:
             self.sample_since, self.cpu_s = time.monotonic(), self.cpu_now()
-            self.family_before_s, self.is_connected = cpu_seconds(self.family()), False
+            self.family_before_s, self.is_connected = usage.cpu_seconds(self.family()), False
 
     def family(self) -> list[int]:
-        """Itself and what it has started."""
-        return [self.process, *descendants(self.process, most=MAX_PROCESSES)]
+        """The process and its descendants."""
+        return [self.process, *usage.descendants(self.process, most=MAX_PROCESSES)]
 
     def reached(self, config: VerifierConfig) -> str:
-        """The limit that it has reached, if any."""
+        """The limit that the child has reached; empty: none."""
         now, family = time.monotonic(), self.family()
-        self.family_cpu_s = cpu_seconds(family) - self.family_before_s
-        self.is_connected = self.is_connected or hold_connection(family)
-        self.held_mib = held_mib(family, limit_mib=config.memory_mib)
+        self.family_cpu_s = usage.cpu_seconds(family) - self.family_before_s
+        self.is_connected = self.is_connected or usage.hold_connection(family)
+        self.held_mib = usage.held_mib(family, limit_mib=config.memory_mib)
         if now >= min(self.ends_at, self.sample_since + config.wall_s):
             return "time"
         if self.cpu_now() - self.cpu_s >= config.timeout_s:
@@ -98,7 +90,7 @@ class _Child:
         return ""
 
     def cpu_now(self) -> float:
-        """Processor time that it has used itself."""
+        """Seconds of processor time that the process alone has used."""
         try:
             return time.clock_gettime(~self.process << 3 | CPU_CLOCK)
         except OSError:  # it has ended
@@ -106,20 +98,20 @@ class _Child:
 
 
 class ForkServer:
-    """Serves one pool, until that has closed the connection."""
+    """Serves one pool, until the pool closes the connection."""
 
     def __init__(self, pool: socket.socket, isolation: Isolation, config: VerifierConfig) -> None:
         self._pool = pool
         self._isolation = isolation
         self._config = config
-        self._children: dict[int, _Child] = {}  # by a descriptor that tells of their end
+        self._children: dict[int, _Child] = {}  # by pidfd, which is readable once they have ended
         self._own_pids = os.open("/proc/self/ns/pid", os.O_RDONLY) if isolation.confined else -1
         self._next_look = 0.0
         self._poll = poll()
         self._poll.register(pool, POLLIN)
 
     def serve(self, grade: Grade) -> None:
-        """Fork a child for each request; `grade` is what a child does with one."""
+        """Fork a child for each request, which calls `grade` on it."""
         while True:
             wait_s = max(0.0, self._next_look - time.monotonic())
             wait_ms = wait_s * 1000 + 1 if self._children else None  # poll rounds
@@ -131,8 +123,9 @@ class ForkServer:
             if self._pool.fileno() in ready:
                 try:
                     request = tasks.receive(self._pool)
-                except (EOFError, ConnectionError):
-                    return self._end()
+                except (EOFError, ConnectionError):  # in a namespace all end with this process
+                    self._children.clear()
+                    return self._end_strays()
                 self._start(request, grade)
 
     def _start(self, request: dict[str, Any], grade: Grade) -> None:
@@ -167,18 +160,18 @@ class ForkServer:
         return process
 
     def _reap(self, ended: int) -> None:
-        """Report a child that has ended; of its descendants none is left by then."""
+        """Report a child that has ended, once none of its descendants runs."""
         child = self._children.pop(ended)
         self._poll.unregister(ended)
         os.close(ended)
-        _, status, usage = os.wait4(child.process, 0)
+        _, status, used = os.wait4(child.process, 0)
         self._end_strays()
         child.read()
         os.close(child.pipe)
         report = {
             "exit_code": os.waitstatus_to_exitcode(status),
-            "cpu_s": usage.ru_utime + usage.ru_stime - child.cpu_s,
-            "memory_mib": max(usage.ru_maxrss / 1024, child.held_mib),
+            "cpu_s": used.ru_utime + used.ru_stime - child.cpu_s,
+            "memory_mib": max(used.ru_maxrss / 1024, child.held_mib),
             "killed_for": child.killed_for,
             "is_connected": child.is_connected,
             "family_cpu_s": child.family_cpu_s,
@@ -201,26 +194,21 @@ class ForkServer:
         most = max((child.held_mib for child in self._children.values()), default=0.0)
         looked_s = time.thread_time() - started
         room_mib = self._config.memory_mib - most
-        self._next_look = time.monotonic() + pause_s(room_mib=room_mib, looked_s=looked_s)
+        self._next_look = time.monotonic() + usage.pause_s(room_mib=room_mib, looked_s=looked_s)
 
     def _end_strays(self) -> None:
-        """Without namespaces: end what has left its request's family and become our child."""
+        """Without namespaces: kill the children of this process that are of no request."""
         if self._isolation.confined:
             return
         ours = {child.process for child in self._children.values()}
-        while strays := set(children(os.getpid())) - ours:
+        while strays := set(usage.children(os.getpid())) - ours:
             for process in strays:
                 os.kill(process, signal.SIGKILL)
                 os.waitpid(process, 0)
 
-    def _end(self) -> None:
-        """Kill everything below; the end of this process does so in a namespace."""
-        self._children.clear()
-        self._end_strays()
-
 
 def _become(answers: int, isolation: Isolation, graded: Iterable[bytes]) -> NoReturn:
-    """A child's whole life: it never returns into the server's code."""
+    """Run the child from start to end; it never returns into the server's code."""
     try:
         _shut_in(answers, isolation)
         for answer in graded:
@@ -231,11 +219,11 @@ def _become(answers: int, isolation: Isolation, graded: Iterable[bytes]) -> NoRe
 
 
 def _shut_in(answers: int, isolation: Isolation) -> None:
-    """Keep no descriptor, session or right of the server."""
+    """Confine the child: it keeps no descriptor, session or capability of the server."""
     os.setsid()
     if not isolation.confined:
         namespaces.prctl(namespaces.PR_SET_PDEATHSIG, signal.SIGKILL)
-    else:  # by the server's rights, which go with the next steps
+    else:  # with the server's capabilities, which the next steps drop
         namespaces.unshare(namespaces.NEW_MOUNTS)
         namespaces.mount_proc(is_for_root=isolation.uid is None and os.geteuid() == 0)
         if isolation.scratch_mib:
@@ -245,10 +233,10 @@ def _shut_in(answers: int, isolation: Isolation) -> None:
         os.setgid(isolation.uid)
         os.setuid(isolation.uid)
     else:
-        namespaces.prctl(namespaces.PR_SET_DUMPABLE, 1)  # its own /proc files are its own again
+        namespaces.prctl(namespaces.PR_SET_DUMPABLE, 1)  # its user owns its /proc files again
         if isolation.confined:
             namespaces.enter_user_namespace(seen_as=isolation.seen_as)
-            limit(resource.RLIMIT_NPROC, 2 * MAX_PROCESSES)  # for this request alone
+            limit(resource.RLIMIT_NPROC, 2 * MAX_PROCESSES)  # counts this request's alone
     namespaces.drop_capabilities()
     nothing = os.open(os.devnull, os.O_RDWR)
     if answers != ANSWER_PIPE:
@@ -259,7 +247,7 @@ def _shut_in(answers: int, isolation: Isolation) -> None:
 
 
 def _probe(isolation: Isolation) -> NoReturn:
-    """Fail unless a child can be confined as a request is; standard error says why."""
+    """Confine a child as for a request, and exit with 0, or with the reason on standard error."""
     namespaces.unshare(namespaces.NEW_PIDS)
     child = os.fork()
     if child == 0:
@@ -284,16 +272,16 @@ def main() -> None:
     namespaces.prctl(namespaces.PR_SET_NO_NEW_PRIVS, 1)
     if filtered := namespaces.seccomp_filter("grader"):
         namespaces.refuse_calls(filtered)
-    # What a child leaves behind becomes ours, and no other process reads our memory.
+    # Processes that a child leaves behind become ours; no other process may read our memory.
     namespaces.prctl(namespaces.PR_SET_CHILD_SUBREAPER, 1)
     namespaces.prctl(namespaces.PR_SET_DUMPABLE, 0)
-    # Root's requests cannot import from a home that is closed to others: what sockets load late.
+    # Sockets import this late, when a request of root's can no longer read a closed home.
     import encodings.idna  # noqa: F401
 
     pool.sendall(tasks.encode({"preloaded": True}))
     adapters, greeting = verifier.load(config)
     gc.collect()
-    gc.freeze()  # forks share these objects' memory for longer
+    gc.freeze()  # collections in a child then leave these objects' shared memory unwritten
     pool.sendall(tasks.encode(greeting))
     if not greeting["load_error"]:
         ForkServer(pool, isolation, config).serve(partial(verifier.grade, adapters, config))
