@@ -1,4 +1,4 @@
-"""The pool's end of a fork server: starts it, asks it, and starts another when it has ended."""
+"""The pool's end of a fork server: starts it, sends it requests, and starts another if it ends."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import secrets
+import signal
 import socket
 import subprocess
 from collections import Counter
@@ -15,25 +16,19 @@ from typing import Any
 
 from async_grpo.util import deadlines
 from async_grpo.util.errors import ConfigError, WorkerError, escaped
-from async_grpo.verification import confinement
-from async_grpo.verification.config import VerifierConfig
-from async_grpo.verification.tasks import (
-    LENGTH,
-    FrameError,
-    Outcome,
-    decode,
-    encode,
-    encode_request,
-    length_of,
-    read_answers,
-)
-from async_grpo.verification.verdict import classify_end, lost
+from async_grpo.verification import confinement, tasks
+from async_grpo.verification.config import MAX_PROCESSES, VerifierConfig
+from async_grpo.verification.tasks import FrameError, Outcome, overrun
 
+Report = Mapping[str, Any]  # JSON of a fork server, see `ForkServer`
 ACCIDENTS = ("overrun", "error", "lost")
+CPU_SHARE = 0.9  # of the time limit: a process killed after this much reached the kernel's limit
+WAITING_SHARE = 0.5  # of the time limit: processes that used less, in three times as long, waited
+MEMORY_SHARE = 0.5  # of the memory limit: a process killed with this much ran out of memory
 
 
 class GraderServer:
-    """Serves requests side by side; used from one event loop."""
+    """Serves requests side by side; called from one event loop."""
 
     def __init__(self, config: VerifierConfig, *, shipped: bool, events: Counter[str]) -> None:
         """Raises `ConfigError` where requests must be confined and cannot be."""
@@ -43,25 +38,24 @@ class GraderServer:
         self._extra = () if shipped else config.environment
         self._starting = asyncio.Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self._connection: socket.socket  # uvloop's own cannot be shut
+        self._connection: socket.socket  # uvloop's socket has no shutdown
         self._writer: asyncio.StreamWriter | None = None
         self._reports: asyncio.Task[None] | None = None
-        self._waiting: dict[str, asyncio.Future[Mapping[str, Any]]] = {}
+        self._waiting: dict[str, asyncio.Future[Report]] = {}
         self._is_closed = False
-        self.shipped: tuple[str, ...] = ()  # of its adapters, those that are ours
-        self.groupwise: tuple[str, ...] = ()  # and those that grade a group in one call
-        self._executing: tuple[str, ...] = ()  # and those that run what the model wrote
-        # Why what it runs is not confined, by kind; empty texts: it is.
+        self.shipped: tuple[str, ...] = ()  # names of adapters that are shipped graders
+        self.groupwise: tuple[str, ...] = ()  # names of those that grade a group in one call
+        self._executing: tuple[str, ...] = ()  # names of those that run what the model wrote
+        # By kind of code, why it is not confined; empty texts: it is.
         self.confinement = {self.isolation.kind: self.isolation.why}
 
     @property
     def is_up(self) -> bool:
-        return self._writer is not None and self._process is not None and (
-            self._process.poll() is None
-        )  # fmt: skip
+        """Whether the process runs and its connection is open."""
+        return bool(self._writer and self._process and self._process.poll() is None)
 
     async def start(self) -> None:
-        """Have a server with adapters loaded.
+        """Start the server unless it is up, and wait until it has loaded its adapters.
 
         Raises `ConfigError` when adapters cannot be loaded, `WorkerError` when no process starts.
         """
@@ -79,43 +73,44 @@ class GraderServer:
                 raise
 
     async def ask(self, name: str, samples: Sequence[Mapping[str, Any]]) -> list[Outcome]:
-        """Run one adapter on samples of one group, in one process; never raises for what they do.
+        """Run one adapter on samples of one group, in one process; no failure of theirs raises.
 
-        Outcomes of the first samples, at least one: what ends the process is the last of them.
+        Returns outcomes of the first samples, at least one; the last may be of the sample on which
+        the process ended.
         """
         try:
             await self.start()
-        except ConfigError as error:  # it loaded when the run began: something else has changed
+        except ConfigError as error:  # the adapters loaded at the run's start, but not again
             return [Outcome(name, "error", reason=str(error), cause="end")]
         except WorkerError as error:
             return [lost(name, str(error))]
-        tasks = {secrets.token_hex(16): sample for sample in samples}
-        task_ids = list(tasks)
+        by_id = {secrets.token_hex(16): sample for sample in samples}
+        task_ids = list(by_id)
         try:
-            data = encode_request(name, tasks)
-        except FrameError as error:  # too large: each will be tried again alone
+            data = tasks.encode_request(name, by_id)
+        except FrameError as error:  # too large: the sandbox tries each again alone
             reason = f"the samples cannot be sent: {error}"
             return [Outcome(name, "error", reason=reason, cause="end")]
         report = await self._report_of(task_ids[0], data)
-        said, has_failed = report.get("answers", ""), report.get("exit_code") != 0
+        answers, has_failed = report.get("answers", ""), report.get("exit_code") != 0
         if has_failed:
-            said = said[: said.rfind("\n") + 1]  # it may have been cut off in the middle
-        outcomes = read_answers(said, task_ids=task_ids, adapter=name)
+            answers = answers[: answers.rfind("\n") + 1]  # the last may be incomplete
+        outcomes = tasks.read_answers(answers, task_ids=task_ids, adapter=name)
         answered_badly = bool(outcomes) and outcomes[-1].cause == "end"
-        if not outcomes or (has_failed and len(outcomes) < len(tasks) and not answered_badly):
-            is_own_doing = name in self._executing
-            outcomes.append(classify_end(name, report, self._config, executes_text=is_own_doing))
+        if not outcomes or (has_failed and len(outcomes) < len(by_id) and not answered_badly):
+            executes_text = name in self._executing
+            outcomes.append(classify_end(name, report, self._config, executes_text=executes_text))
         self._events.update(o.status for o in outcomes if o.status in ACCIDENTS)
         return outcomes
 
     def close(self) -> None:
-        """End the server with everything below it; it cannot be started again."""
+        """End the server with all of its processes, for good."""
         self._is_closed = True
         self._end()
 
-    async def _report_of(self, request: str, data: bytes) -> Mapping[str, Any]:
-        """What the server says of a request; nothing when the server ends or is stuck."""
-        if self._writer is None:  # it has just ended
+    async def _report_of(self, request: str, data: bytes) -> Report:
+        """The server's report of a request; empty if the server ends or does not answer in time."""
+        if self._writer is None:  # the server has just ended
             return {}
         process = self._process
         report = self._waiting[request] = asyncio.get_running_loop().create_future()
@@ -123,7 +118,7 @@ class GraderServer:
         try:
             return await asyncio.wait_for(report, self._config.child_s + deadlines.GRADER_SILENCE_S)
         except TimeoutError:
-            if self._process is process:  # else another request has seen to that
+            if self._process is process:  # else another request has ended it already
                 self._end()
             return {}
         finally:
@@ -134,22 +129,23 @@ class GraderServer:
         with theirs:
             command = confinement.server_command(self.isolation)
             scratch = {"TMPDIR": "/dev/shm"} if self.isolation.scratch_mib else {}
-            self._process = subprocess.Popen(  # noqa: ASYNC220 - it ends with the thread that began it
+            self._process = subprocess.Popen(  # noqa: ASYNC220 - it ends with the thread that starts it
                 [*command, str(theirs.fileno())],
                 env=confinement.environment(os.environ, names=self._extra) | scratch,
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C is not for it
+                start_new_session=True,  # Ctrl-C does not reach it
             )
         self._connection = ours
         reader, self._writer = await asyncio.open_connection(sock=ours)
         orders = {"config": asdict(self._config), "isolation": asdict(self.isolation)}
-        self._writer.write(encode(orders))
+        self._writer.write(tasks.encode(orders))
         await self._await_adapters(reader)
-        self._reports = asyncio.create_task(self._hear(reader), name="verifier reports")
+        self._reports = asyncio.create_task(self._read_reports(reader), name="verifier reports")
 
     async def _await_adapters(self, reader: asyncio.StreamReader) -> None:
+        """Wait for the server's two greetings: it has started, and its adapters are loaded."""
         try:
             await asyncio.wait_for(_receive(reader), deadlines.GRADERS_LOADED_S)
         except (EOFError, OSError, FrameError) as failure:
@@ -172,8 +168,8 @@ class GraderServer:
         self._executing = tuple(greeting["executing"])
         self.confinement |= greeting["confinement"]
 
-    async def _hear(self, reader: asyncio.StreamReader) -> None:
-        """Hand out reports until the server ends; then all that wait hear of nothing."""
+    async def _read_reports(self, reader: asyncio.StreamReader) -> None:
+        """Give each report to the request that waits for it; empty ones once the server ends."""
         with contextlib.suppress(EOFError, OSError, FrameError):
             while True:
                 report = await _receive(reader)
@@ -184,11 +180,11 @@ class GraderServer:
         self._end()
 
     def _end(self) -> None:
-        """Closing the connection ends the server, and that all others; then make sure."""
+        """Close the connection, at which the server ends all of its processes; then kill it."""
         if self._reports is not None:
             self._reports.cancel()
         if self._writer is not None:
-            with contextlib.suppress(OSError):  # at once: a transport closes when the loop goes on
+            with contextlib.suppress(OSError):  # at once, before the transport does
                 self._connection.shutdown(socket.SHUT_RDWR)
             self._writer.transport.abort()
         self._reports = self._writer = None
@@ -204,6 +200,53 @@ class GraderServer:
 
 
 async def _receive(reader: asyncio.StreamReader) -> Any:
-    head = await reader.readexactly(LENGTH.size)
-    length = length_of(head)
-    return decode(await reader.readexactly(length))
+    length = tasks.length_of(await reader.readexactly(tasks.LENGTH.size))
+    return tasks.decode(await reader.readexactly(length))
+
+
+def lost(adapter: str, reason: str) -> Outcome:
+    """The outcome of an attempt that says nothing about the text."""
+    return Outcome(adapter, "lost", reason=reason, cause="lost")
+
+
+def classify_end(
+    adapter: str, report: Report, config: VerifierConfig, *, executes_text: bool = False
+) -> Outcome:
+    """The outcome of an attempt whose process failed, from the report of its fork server.
+
+    A grader that waited for a connection is no fault of the text, unless the adapter executes it.
+
+    >>> config = VerifierConfig(reward_names=())
+    >>> report = {"exit_code": -11, "cpu_s": 0.1, "memory_mib": 90.0, "killed_for": ""}
+    >>> classify_end("mine", report, config).status
+    'error'
+    >>> classify_end("mine", report | {"exit_code": -9}, config).status
+    'lost'
+    >>> classify_end("mine", report | {"exit_code": -9, "cpu_s": 10.1}, config).status
+    'overrun'
+    """
+    if "exit_code" not in report:
+        return lost(adapter, report.get("failed", "its server was ended from outside"))
+    code, memory_mib = report["exit_code"], report["memory_mib"]
+    if report["killed_for"] == "memory":
+        return overrun(adapter, f"needs more than {config.memory_limit} in all of its processes")
+    if report["killed_for"] == "processes":
+        return overrun(adapter, f"starts more than {MAX_PROCESSES} processes")
+    if report["killed_for"] == "time":
+        is_idle = report["family_cpu_s"] < WAITING_SHARE * config.timeout_s
+        if report["is_connected"] and is_idle and not executes_text:
+            reason = f"waits for a connection for longer than {config.time_limit} allows"
+            return Outcome(adapter, "error", reason=reason, cause="connection")
+        return overrun(adapter, f"takes longer than {config.time_limit} allows")
+    if report["killed_for"] == "answers":
+        return Outcome(adapter, "error", reason="its process sent no answer but more", cause="end")
+    is_killed = code == -signal.SIGKILL
+    if report["killed_for"] == "processor" or (
+        is_killed and report["cpu_s"] >= CPU_SHARE * config.timeout_s
+    ):
+        return overrun(adapter, f"uses more processor time than {config.time_limit}")
+    if is_killed and memory_mib > MEMORY_SHARE * config.memory_mib:
+        return overrun(adapter, f"was killed while it held {memory_mib:.0f} MiB")
+    if code in (-signal.SIGKILL, -signal.SIGTERM):
+        return lost(adapter, f"its process was ended from outside, code {code}")
+    return Outcome(adapter, "error", reason=f"its process ended, exit code {code}", cause="end")

@@ -6,14 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_grpo.verification.config import VerifierConfig
+from async_grpo.verification.sandbox import MAX_LOST, best_verdict, is_settled, settle
+from async_grpo.verification.server import classify_end
 from async_grpo.verification.tasks import Outcome
-from async_grpo.verification.verdict import (
-    MAX_LOST,
-    best_verdict,
-    classify_end,
-    is_settled,
-    settle,
-)
 
 
 def scored(name, reward, **more):
