@@ -1,15 +1,15 @@
-"""The environment of an OpenEnv server, asked over its WebSocket.
+"""The environment of an OpenEnv server, which is asked over its WebSocket.
 
     --environment openenv:http://127.0.0.1:8000
 
 consumes:     questions, whose column `reset` holds what the server's reset takes (a seed)
 produces:     episodes of one WebSocket session each, with the sum of the server's rewards
-waits for:    the server's answers, and its free sessions
+waits for:    the server's answers, and a free session
 unblocked by: these, their deadline, or the end of the connection
 
-An action whose only field is a free text is what the model says. Any other, be its further fields
-optional, is a call of a tool: of those that the server lists, where its actions are calls, else of
-one tool with the fields of an action.
+If an action's only field is a free text, it is what the model writes. Any other action, even if its
+further fields are optional, is a tool call: of a tool that the server lists, if its actions are
+calls, else of one tool whose parameters are the fields of an action.
 """
 
 from __future__ import annotations
@@ -17,20 +17,14 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
-from dataclasses import replace
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 from urllib.parse import urlsplit
 
-from async_grpo.environments.base import (
-    Environment,
-    EpisodeFailed,
-    FailureClass,
-    Policy,
-    Services,
-)
-from async_grpo.environments.causes import Cause, cause_of
+from async_grpo.environments.base import Environment, EpisodeFailed, FailureClass, Policy, Services
+from async_grpo.environments.causes import cause_of
 from async_grpo.environments.chat.messages import Message, Reply, ToolSpec
 from async_grpo.environments.episode import NoRoom
 from async_grpo.environments.tools.base import ToolMistake
@@ -38,11 +32,12 @@ from async_grpo.environments.tools.toolbox import Toolbox
 from async_grpo.types import Episode, Question, Verdict
 from async_grpo.util.deadlines import OPENENV_ANSWER_S
 
-Json = Mapping[str, Any]  # as the server says it
+Json = Mapping[str, Any]  # from the server
 MAX_BYTES = 16 << 20  # of one answer
-CAPACITY_INTERVAL_S = 1.0  # at a server whose sessions are all taken
-CALLS = ("Action", "CallToolAction", "ListToolsAction")  # schemas of servers of tools
-NOT_SHOWN, NOT_SAID = ("done", "reward", "metadata"), ("metadata",)  # of observation, action
+CAPACITY_INTERVAL_S = 1.0  # between tries at a server whose sessions are all taken
+CALLS = ("Action", "CallToolAction", "ListToolsAction")  # actions of servers that list tools
+NOT_SHOWN = ("done", "reward", "metadata")  # fields of an observation that the model does not read
+NOT_SAID = ("metadata",)  # fields of an action that the model does not set
 
 
 class OpenEnvEnvironment(Environment):
@@ -52,15 +47,15 @@ class OpenEnvEnvironment(Environment):
     max_turns = 64
 
     def __init__(self, words: Sequence[str] = ()) -> None:
-        """`words`: the URL."""
+        """`words`: the URL, as the option gives it."""
         self.url = " ".join(words) or self.url
 
     def first(self, question: Question, seen: str) -> str:
-        """What the model reads first: the question, and what the reset has shown."""
+        """The first message: the question, and the observation of the reset."""
         return "\n\n".join(filter(None, [question.input, seen]))
 
     async def play(self, question: Question, policy: Policy, services: Services) -> Episode:
-        """Turns of the model, each an action, until the server says that it is done."""
+        """Send each turn of the model as an action, until the server says that it is done."""
         is_cut = False
         async with opened(self.url, question.columns.get("reset") or {}) as session:
             toolbox = Toolbox(await session.tools())
@@ -83,7 +78,7 @@ class OpenEnvSession:
     """One connection, which is one environment of the server."""
 
     def __init__(self, url: str, socket: Any, schema: Json) -> None:
-        self.seen = ""  # what the last answer has shown
+        self.seen = ""  # the last observation, as the model reads it
         self.is_done = False
         self._url = url
         self._socket = socket
@@ -92,16 +87,16 @@ class OpenEnvSession:
 
     @property
     def text_field(self) -> str:
-        """The only field of an action, a free text; empty: it is called as a tool."""
+        """The only field of an action, if it is a free text; empty: the model acts by a tool."""
         name, *more = self._fields or ("",)
         field = self._fields.get(name, {})
-        # Of a text that must be one of a few words the model is to be told which.
+        # The model has to be shown the values of a text that must be one of a few.
         is_free = field.get("type") == "string" and not {"enum", "const"} & field.keys()
         return name if is_free and not more and not self._has_calls else ""
 
     @property
     def _fields(self) -> Json:
-        """What an action may say, by name."""
+        """The fields of an action that the model may set, by name."""
         properties = self._schema.get("properties", {})
         return {name: field for name, field in properties.items() if name not in NOT_SAID}
 
@@ -114,7 +109,7 @@ class OpenEnvSession:
         self._read(await self.ask("reset", given))
 
     async def step(self, action: Mapping[str, object]) -> str:
-        """What the server shows of one action; raises `ToolMistake` for one that it refuses."""
+        """Take one action and return its observation; raises `ToolMistake` for a refused one."""
         if self.is_done:
             raise ToolMistake("the episode has ended")
         answer = await self.ask("step", action)
@@ -123,20 +118,21 @@ class OpenEnvSession:
         return self.seen
 
     async def tools(self) -> list[ServerTool]:
-        """How the model acts; none where it acts by what it says."""
+        """The tools by which the model acts; none if its actions are free texts."""
         if self.text_field:
             return []
         if not self._has_calls:
             schema = {**self._schema, "properties": self._fields}
-            return [ServerTool(self, "act", "One action.", schema)]
+            return [ServerTool(self, tool_spec("act", "One action.", schema))]
         listed = await self.ask("step", {"type": "list_tools"})
-        return [
-            ServerTool(self, tool["name"], tool["description"], tool["input_schema"], is_call=True)
+        specs = [
+            tool_spec(tool["name"], tool["description"], tool["input_schema"])
             for tool in listed["observation"]["tools"]
         ]
+        return [ServerTool(self, spec, is_call=True) for spec in specs]
 
     def verdict(self) -> Verdict:
-        """The sum of the rewards; a model that never acted has none."""
+        """The sum of the rewards; without any action the episode is unscorable."""
         rewards = [float(reward) for reward in self._rewards if reward is not None]
         if not self._rewards:
             return Verdict("unscorable", 0.0, None, "openenv", "no action", 0.0)
@@ -146,17 +142,18 @@ class OpenEnvSession:
         return Verdict("scored", sum(rewards), None, "openenv", why, 0.0)
 
     async def ask(self, kind: str, data: Mapping[str, object]) -> Json:
-        """The server's answer; raises `ToolMistake` for an action that is none."""
-        from websockets.exceptions import ConnectionClosed, WebSocketException
+        """Send one message and return the data of its answer.
 
-        try:
+        Raises `ToolMistake` for an invalid action, `EpisodeFailed` for any other error.
+        """
+        from websockets.exceptions import ConnectionClosed
+
+        with _failure(self._url, f"failed at {kind}"):
             async with asyncio.timeout(OPENENV_ANSWER_S):
-                with suppress(ConnectionClosed):  # by who has said already that all is taken
+                with suppress(ConnectionClosed):  # a full server closes, but its answer is here
                     await self._socket.send(json.dumps({"type": kind, "data": data}))
                 answer = json.loads(await self._socket.recv())
             found: Json = answer["data"]
-        except (OSError, TimeoutError, ValueError, KeyError, WebSocketException) as error:
-            raise self._failed(f"failed at {kind}: {error!r}", cause=cause_of(error)) from error
         if answer.get("type") != "error":
             return found
         if found.get("code") == "CAPACITY_REACHED":
@@ -169,46 +166,62 @@ class OpenEnvSession:
         self.is_done = bool(answer.get("done"))
         self.seen = shown(answer.get("observation") or {})
 
-    def _failed(self, what: str, *, cause: Cause = Cause.UNKNOWN) -> EpisodeFailed:
-        what = f"OpenEnv server {self._url} {what}"
-        return EpisodeFailed(FailureClass.ENVIRONMENT, what, cause=cause)
+    def _failed(self, what: str) -> EpisodeFailed:
+        return EpisodeFailed(FailureClass.ENVIRONMENT, f"OpenEnv server {self._url} {what}")
 
 
+@dataclass(frozen=True, slots=True)
 class ServerTool:
     """See `Tool`: an action of one episode."""
 
-    def __init__(
-        self,
-        session: OpenEnvSession,
-        name: str,
-        description: str,
-        parameters: Mapping[str, object],
-        *,
-        is_call: bool = False,
-    ) -> None:
-        """`is_call`: the server's actions are calls of tools that it names itself."""
-        function = {"name": name, "description": description, "parameters": parameters}
-        self.spec: ToolSpec = {"type": "function", "function": function}
-        self._session = session
-        self._is_call = is_call
-        self._name = name
+    session: OpenEnvSession
+    spec: ToolSpec
+    is_call: bool = False  # an action of the server is a call of one of the tools that it lists
 
     async def call(self, arguments: Mapping[str, object]) -> str:
         """See `Tool`."""
-        call = {"type": "call_tool", "tool_name": self._name, "arguments": arguments}
-        return await self._session.step(call if self._is_call else arguments)
+        name = self.spec["function"]["name"]
+        call = {"type": "call_tool", "tool_name": name, "arguments": arguments}
+        return await self.session.step(call if self.is_call else arguments)
+
+
+def tool_spec(name: str, description: str, parameters: Mapping[str, object]) -> ToolSpec:
+    """A tool as OpenAI's protocol describes it."""
+    function = {"name": name, "description": description, "parameters": parameters}
+    return {"type": "function", "function": function}
 
 
 class _NoSession(Exception):
-    """All that the server has are taken."""
+    """All sessions of the server are taken."""
+
+
+@contextmanager
+def _failure(url: str, what: str) -> Iterator[None]:
+    """Raise an error of the server, or of the connection to it, as `EpisodeFailed`."""
+    import httpx2
+    from websockets.exceptions import WebSocketException
+
+    try:
+        yield
+    except (OSError, ValueError, KeyError, WebSocketException, httpx2.HTTPError) as error:
+        what = f"OpenEnv server {url} {what}: {error!r}"
+        raise EpisodeFailed(FailureClass.ENVIRONMENT, what, cause=cause_of(error)) from error
 
 
 @asynccontextmanager
 async def opened(url: str, given: Mapping[str, object]) -> AsyncIterator[OpenEnvSession]:
-    """A session that has been reset; waits for one that is free."""
+    """Wait for a free session of the server, and reset it with `given`."""
+    from websockets.asyncio.client import connect
+
     schema = await action_schema(url)
+    address = f"ws{url.rstrip('/').removeprefix('http')}/ws"
+    proxy: Literal[True] | None = None if _is_here(url) else True
     while True:
-        async with _connected(url) as socket:
+        with _failure(url, "cannot be reached"):
+            socket = await connect(
+                address, open_timeout=OPENENV_ANSWER_S, max_size=MAX_BYTES, proxy=proxy
+            )
+        async with socket:
             session = OpenEnvSession(url, socket, schema)
             try:
                 await session.reset(given)
@@ -223,33 +236,12 @@ async def action_schema(url: str) -> Json:
     """The JSON schema of the server's actions."""
     import httpx2
 
-    try:
+    with _failure(url, "has no schema of its actions"):
         async with httpx2.AsyncClient(
             timeout=OPENENV_ANSWER_S, trust_env=not _is_here(url)
         ) as http:
             answer = await http.get(f"{url.rstrip('/')}/schema")
             return cast(Json, answer.raise_for_status().json()["action"])
-    except (httpx2.HTTPError, ValueError, KeyError) as error:
-        what = f"OpenEnv server {url} has no schema of its actions: {error!r}"
-        raise EpisodeFailed(FailureClass.ENVIRONMENT, what, cause=cause_of(error)) from error
-
-
-@asynccontextmanager
-async def _connected(url: str) -> AsyncIterator[Any]:
-    from websockets.asyncio.client import connect
-    from websockets.exceptions import WebSocketException
-
-    address = f"ws{url.rstrip('/').removeprefix('http')}/ws"
-    proxy: Literal[True] | None = None if _is_here(url) else True
-    try:
-        socket = await connect(
-            address, open_timeout=OPENENV_ANSWER_S, max_size=MAX_BYTES, proxy=proxy
-        )
-    except (OSError, TimeoutError, ValueError, WebSocketException) as error:
-        what = f"OpenEnv server {url} cannot be reached: {error!r}"
-        raise EpisodeFailed(FailureClass.ENVIRONMENT, what, cause=cause_of(error)) from error
-    async with socket:
-        yield socket
 
 
 def _is_here(url: str) -> bool:
@@ -257,7 +249,7 @@ def _is_here(url: str) -> bool:
 
 
 async def _acted(session: OpenEnvSession, toolbox: Toolbox, reply: Reply) -> list[Message]:
-    """What the model reads of its turn; nothing: it has called no tool."""
+    """The messages that answer a turn; none if it was to call a tool and has not."""
     if not session.text_field:
         return [result.message() for result in await toolbox.answer(reply.tool_calls)]
     try:
