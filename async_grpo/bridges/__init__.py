@@ -1,4 +1,4 @@
-"""Other people's environments, as they are: `verifiers` and OpenEnv.
+"""Environments of other projects, unchanged: `verifiers`, OpenEnv, and agents of OpenAI's protocol.
 
 `verifiers_bridge.py` alone runs in another Python: the one where `verifiers` is installed.
 """

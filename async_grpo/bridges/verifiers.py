@@ -1,11 +1,11 @@
-"""The environment of a taskset of `verifiers` 0.4, which plays and grades it unchanged.
+"""The environment of a taskset of `verifiers` 0.4, which plays and grades its episodes.
 
     --environment "verifiers:/path/to/its/python TASKSET [options of vf-eval]"
 
 consumes:     questions with a column `task`, which `verifiers_bridge.py tasks` writes
-produces:     episodes of what the policy was asked here, with the reward of verifiers
+produces:     episodes of the policy's turns at this worker's gateway, with the reward of verifiers
 waits for:    the bridge, one process for all episodes of a worker
-unblocked by: its answers, its end, or a policy that cannot answer
+unblocked by: the bridge's answer, its end, or a policy that cannot answer
 """
 
 from __future__ import annotations
@@ -22,43 +22,43 @@ from dataclasses import replace
 from typing import Any
 
 from async_grpo.bridges import verifiers_bridge
-from async_grpo.bridges.hosted import Address, HostedEnvironment, Said, process_variables
+from async_grpo.bridges.agent import Address, HostedEnvironment, OutputTail, process_variables
 from async_grpo.environments.base import EpisodeFailed, FailureClass, Policy, Services
 from async_grpo.environments.causes import Cause
 from async_grpo.types import Episode, Question, Verdict
 from async_grpo.util.deadlines import AGENT_SAID_S, BRIDGE_READY_S
 
-# What failed, by the class of verifiers' error; of all others it is the environment.
+# Failures by the class of verifiers' error; all others are failures of the environment.
 FAILURES = {
     "ToolsetError": FailureClass.TOOL,
     "TaskError": FailureClass.JUDGE,
     "TimeoutError": FailureClass.DEADLINE,
 }
-# Errors in which a harness ends that has been refused another turn.
+# Errors with which a harness ends when it is refused another turn.
 WITHOUT_ROOM = ("ProviderError", "HarnessError")
 MAX_ANSWER_BYTES = 16 << 20
-KEPT_CHARACTERS = 300  # of the last words of a bridge
+KEPT_CHARACTERS = 300  # at the end of a bridge's standard error, for its error message
 
 
 class VerifiersEnvironment(HostedEnvironment):
     """One worker's episodes of one taskset."""
 
-    max_turns = 1000  # what bounds episodes is the taskset's
-    goes_on_without_room = True  # harnesses compact, or end and are graded
+    max_turns = 1000  # the taskset bounds episodes before
+    goes_on_without_room = True  # a harness compacts its prompt, or ends and is graded
 
     def __init__(self, words: Sequence[str]) -> None:
-        """`words`: a Python, then the options of `vf-eval`."""
+        """`words`: the path of a Python, then the options of `vf-eval`."""
         python, *options = words
         token = secrets.token_urlsafe(24)
         super().__init__(token=token)
         self._bridge = Bridge(
-            # Without the folder of the file, whose names hide those of packages.
+            # -P: modules beside the file would hide packages of the same name.
             [python, "-P", verifiers_bridge.__file__, "serve", *options],
             variables=process_variables(python, **{verifiers_bridge.KEY_VARIABLE: token}),
         )
 
     async def play(self, question: Question, policy: Policy, services: Services) -> Episode:
-        """The task of the question, as verifiers plays it."""
+        """Have the bridge play and grade the task of the question."""
         task = question.columns.get("task")
         if not isinstance(task, Mapping):
             raise EpisodeFailed(
@@ -77,9 +77,9 @@ class VerifiersEnvironment(HostedEnvironment):
 
 
 def verdict_of(answer: Mapping[str, Any], *, is_full: bool, mistake: str = "") -> Verdict:
-    """The bridge's answer as a verdict; raises `EpisodeFailed` for errors that made none.
+    """The bridge's answer as a verdict; raises `EpisodeFailed` for errors other than the model's.
 
-    `mistake`: of the model in its last turn, on which a harness may end.
+    `mistake`: the model's in its last turn, which may have ended the harness.
 
     >>> verdict_of({"reward": 0.5}, is_full=False).reward
     0.5
@@ -98,14 +98,13 @@ def verdict_of(answer: Mapping[str, Any], *, is_full: bool, mistake: str = "") -
 
 
 class Bridge:
-    """One process in another Python, asked many things side by side by lines of JSON.
+    """One process in another Python, which answers many requests side by side by lines of JSON.
 
-        to it        {"id": 1, ...what is asked}    {"id": 1, "cancel": true}
+        to it        {"id": 1, ...the request}      {"id": 1, "cancel": true}
         from it      {"ready": true}, once          {"id": 1, ...the answer}
 
-    It ends when its standard input does. What it writes to its standard error is kept for its last
-    words. One that has ended is started again by whoever asks next. Raises `EpisodeFailed` for
-    whatever is wrong with it.
+    It ends when its standard input does. The end of its standard error stands in error messages. If
+    it has ended, the next request starts it again. Any failure raises `EpisodeFailed`.
     """
 
     def __init__(self, command: Sequence[str], *, variables: Mapping[str, str]) -> None:
@@ -114,28 +113,28 @@ class Bridge:
         self._starting = asyncio.Lock()
         self._running: _Running | None = None
 
-    async def ask(self, asked: Mapping[str, object]) -> Mapping[str, object]:
-        """Its answer; who is cancelled while waiting has it do no more."""
+    async def ask(self, request: Mapping[str, object]) -> Mapping[str, object]:
+        """Send a request and wait for its answer; a caller that is cancelled cancels it."""
         async with self._starting:
             if self._running is None or self._running.ended.done():
                 self._running = await _Running.start(self._command, self._variables)
-        return await self._running.ask(asked)
+        return await self._running.ask(request)
 
 
 class _Running:
-    """One life of the process."""
+    """The process from one start until its end."""
 
     def __init__(self, process: asyncio.subprocess.Process, who: str) -> None:
-        self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # how
+        self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # the reason
         self._process = process
         self._who = who
         self._numbers = itertools.count(1)
         self._answers: dict[int, asyncio.Future[Mapping[str, object]]] = {}
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._said = Said()
+        self._stderr = OutputTail()
         self._tasks = [
-            asyncio.create_task(self._listen(), name="bridge"),
-            asyncio.create_task(self._keep_last_words(), name="bridge-stderr"),
+            asyncio.create_task(self._read_answers(), name="bridge"),
+            asyncio.create_task(self._read_stderr(), name="bridge-stderr"),
         ]
 
     @classmethod
@@ -152,9 +151,8 @@ class _Running:
                 start_new_session=True,
             )
         except OSError as error:
-            raise EpisodeFailed(
-                FailureClass.ENVIRONMENT, f"{who} cannot be started: {error}"
-            ) from error
+            what = f"{who} cannot be started: {error}"
+            raise EpisodeFailed(FailureClass.ENVIRONMENT, what) from error
         running = cls(process, who)
         ends: set[asyncio.Future[Any]] = {running._ready, running.ended}
         try:
@@ -168,35 +166,35 @@ class _Running:
             raise running.failed(f"is not ready after {BRIDGE_READY_S:.0f} s")
         return running
 
-    async def ask(self, asked: Mapping[str, object]) -> Mapping[str, object]:
-        number, answer = next(self._numbers), asyncio.get_running_loop().create_future()
+    async def ask(self, request: Mapping[str, object]) -> Mapping[str, object]:
+        answer: asyncio.Future[Mapping[str, object]] = asyncio.get_running_loop().create_future()
+        number = next(self._numbers)
         self._answers[number] = answer
         try:
-            self._say({"id": number, **asked})
+            self._send({"id": number, **request})
             await asyncio.wait({answer, self.ended}, return_when=asyncio.FIRST_COMPLETED)
             if not answer.done():
                 raise self.failed(self.ended.result())
-            found: Mapping[str, object] = answer.result()
-            return found
+            return answer.result()
         finally:
             del self._answers[number]
             if not answer.done() and not self.ended.done():
-                self._say({"id": number, "cancel": True})
+                self._send({"id": number, "cancel": True})
 
-    def _say(self, what: Mapping[str, object]) -> None:
+    def _send(self, message: Mapping[str, object]) -> None:
         assert self._process.stdin, "it is a pipe"
-        self._process.stdin.write(json.dumps(what).encode() + b"\n")
+        self._process.stdin.write(json.dumps(message).encode() + b"\n")
 
     def kill(self) -> None:
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def failed(self, how: str) -> EpisodeFailed:
-        said = self._said.text[-KEPT_CHARACTERS:] or "it has said nothing"
+        said = self._stderr.text[-KEPT_CHARACTERS:] or "it has said nothing"
         what = f"{self._who} {how}: {said}"
         return EpisodeFailed(FailureClass.ENVIRONMENT, what, cause=Cause.STATE)
 
-    async def _listen(self) -> None:
+    async def _read_answers(self) -> None:
         assert self._process.stdout, "it is a pipe"
         how = ""
         try:
@@ -212,7 +210,7 @@ class _Running:
         await asyncio.wait({self._tasks[1]}, timeout=AGENT_SAID_S)
         self.ended.set_result(how or f"ended with {code}")
 
-    async def _keep_last_words(self) -> None:
+    async def _read_stderr(self) -> None:
         assert self._process.stderr, "it is a pipe"
-        while said := await self._process.stderr.read(1 << 16):
-            self._said.data_received(said)
+        while read := await self._process.stderr.read(1 << 16):
+            self._stderr.data_received(read)

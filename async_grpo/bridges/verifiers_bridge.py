@@ -1,13 +1,14 @@
-"""Plays the tasks of a `verifiers` taskset for async-grpo, in the Python where those are installed.
+"""Plays the tasks of a `verifiers` taskset for async-grpo, in the Python where both are installed.
 
-It imports nothing but `verifiers` and what that brings. Options are those of `vf-eval`:
+It imports the standard library, `verifiers` and its dependencies only. Options are those of
+`vf-eval`:
 
     PYTHON verifiers_bridge.py tasks FILE.jsonl TASKSET [options]    the taskset as questions
     PYTHON verifiers_bridge.py serve TASKSET [options]               what an environment worker runs
 
-`serve` answers lines of JSON: {"id", "task", "base_url", "session"} is one episode, whose model
-answers at `base_url` to what carries `session` as its X-Session-ID, and the key of the variable
-`KEY_VARIABLE`.
+`serve` answers lines of JSON. {"id", "task", "base_url", "session"} asks for one episode: its
+requests for the model go to `base_url`, with `session` as their X-Session-ID and the key in the
+environment variable `KEY_VARIABLE`.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ import sys
 from pathlib import Path
 from typing import Any, TextIO
 
-Asked = dict[str, Any]  # an episode, or its end, in JSON
-KEY_VARIABLE = "ASYNC_GRPO_SESSION_API_KEY"  # no program of an episode inherits such names
+Request = dict[str, Any]  # JSON: to play an episode, or to cancel it
+KEY_VARIABLE = "ASYNC_GRPO_SESSION_API_KEY"  # verifiers keeps such names from an episode's programs
 ONE_PLAYER = (
     "exactly one agent run of an episode must be trained, and played once: pin the others (their "
     "`trainable`), leave retries at 0, async-grpo plays failed episodes again"
@@ -29,7 +30,7 @@ ONE_PLAYER = (
 
 
 def parsed(options: list[str]) -> object:
-    """`vf-eval`'s configuration of these options; ends the process with its own words."""
+    """The configuration that `vf-eval` reads from options; for wrong ones it ends the process."""
     from pydantic_config import cli
     from verifiers.v1.cli.resolve import narrow_config, plugin_errors, with_positional_taskset
     from verifiers.v1.configs.cli.eval import EvalConfig
@@ -41,7 +42,7 @@ def parsed(options: list[str]) -> object:
 
 
 def write_tasks(path: str, config: Any) -> None:
-    """One line a task: the whole of it, and its prompt for people."""
+    """Write each task as a line of JSON: the whole task, and its prompt for readers."""
     import verifiers.v1 as vf
 
     num_tasks, place = 0, Path(path)
@@ -56,7 +57,7 @@ def write_tasks(path: str, config: Any) -> None:
 
 
 class Episodes:
-    """Those that are played now."""
+    """The episodes that are played now."""
 
     def __init__(self, config: Any, answers: TextIO) -> None:
         import verifiers.v1 as vf
@@ -68,39 +69,39 @@ class Episodes:
         self._answers = answers
         self._playing: dict[int, asyncio.Task[None]] = {}
 
-    def take(self, asked: Asked) -> None:
-        """Begin an episode, or end it."""
-        number = asked["id"]
-        if asked.get("cancel"):
+    def take(self, request: Request) -> None:
+        """Begin an episode, or cancel it."""
+        number = request["id"]
+        if request.get("cancel"):
             if playing := self._playing.get(number):
                 playing.cancel()
             return
-        self._playing[number] = asyncio.create_task(self._answer(asked))
+        self._playing[number] = asyncio.create_task(self._answer(request))
         self._playing[number].add_done_callback(lambda _: self._playing.pop(number))
 
     async def end(self) -> None:
-        """Nobody waits for any of them."""
+        """Cancel all episodes, and wait until they have ended."""
         playing = list(self._playing.values())
         for task in playing:
             task.cancel()
         await asyncio.gather(*playing, return_exceptions=True)
 
-    def say(self, answer: dict[str, object]) -> None:
+    def send(self, answer: dict[str, object]) -> None:
         self._answers.write(json.dumps(answer) + "\n")
         self._answers.flush()
 
-    async def _answer(self, asked: Asked) -> None:
+    async def _answer(self, request: Request) -> None:
         try:
-            answer = outcome(await self._play(asked))
+            answer = outcome(await self._play(request))
         except Exception as error:
             answer = {"errors": [[type(error).__name__, str(error)]]}
-        self.say({"id": asked["id"], **answer})
+        self.send({"id": request["id"], **answer})
 
-    async def _play(self, asked: Asked) -> object:
+    async def _play(self, request: Request) -> object:
         vf, config = self._vf, self._config
-        client = vf.EvalClientConfig(base_url=asked["base_url"], api_key_var=KEY_VARIABLE)
+        client = vf.EvalClientConfig(base_url=request["base_url"], api_key_var=KEY_VARIABLE)
         context = vf.ModelContext(model="policy", client=client, sampling=config.sampling)
-        data = self._task.data_type().model_validate(asked["task"])
+        data = self._task.data_type().model_validate(request["task"])
         minted = []
 
         def mint(trace: Any) -> None:
@@ -109,7 +110,7 @@ class Episodes:
                 minted.append(trace)
                 if len(minted) > 1:
                     raise ValueError(ONE_PLAYER)
-                trace.id = asked["session"]  # its requests carry it as X-Session-ID
+                trace.id = request["session"]  # its requests carry it as X-Session-ID
             elif agent.config.client == client:
                 raise ValueError(
                     f"agent {agent.name!r} is not trained, and must have a model of its own: give "
@@ -121,12 +122,12 @@ class Episodes:
 
 
 def outcome(episode: Any) -> dict[str, object]:
-    """What became of an episode: a reward, or the errors that kept it from one."""
+    """The reward of an episode that has ended, or its errors."""
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
     trained = [trace for trace in episode.traces if trace.agent.trainable]
     if not episode.ok or len(trained) != 1:
-        told = [[error.type, error.message] for error in errors]
-        return {"errors": told or [["EnvError", ONE_PLAYER]]}
+        plain = [[error.type, error.message] for error in errors]
+        return {"errors": plain or [["EnvError", ONE_PLAYER]]}
     rewards = [reward.value for reward in trained[0].rewards.values() if reward is not None]
     if not rewards or not math.isfinite(sum(rewards)):
         return {"errors": [["TaskError", f"it must have finite rewards, got {rewards}"]]}
@@ -134,17 +135,17 @@ def outcome(episode: Any) -> dict[str, object]:
 
 
 async def serve(config: Any) -> None:
-    """Until the standard input ends."""
-    # What an episode starts or prints must neither read a request nor be taken for an answer.
-    asked, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "w")
+    """Answer requests until the standard input ends."""
+    # An episode's programs inherit neither the requests as stdin nor the answers as stdout.
+    source, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
     episodes = Episodes(config, answers)
     requests = asyncio.StreamReader(limit=256 << 20)
     loop = asyncio.get_running_loop()
-    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(requests), asked)
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(requests), source)
     async with episodes.env.serving():
-        episodes.say({"ready": True})
+        episodes.send({"ready": True})
         while line := await requests.readline():
             episodes.take(json.loads(line))
         await episodes.end()

@@ -13,7 +13,7 @@ from gateways import RENDERER, TOKEN, TOKENIZER, listening, said
 from gateways import Scripted as ServedUser
 from players import Scripted, make_request, make_turn, play
 
-from async_grpo.bridges import hosted, verifiers, verifiers_bridge
+from async_grpo.bridges import agent, verifiers, verifiers_bridge
 from async_grpo.environments.base import EpisodeFailed, FailureClass
 from async_grpo.environments.causes import Cause
 from async_grpo.environments.find import grades_itself, make_environment, users_environment
@@ -29,7 +29,7 @@ needs_verifiers = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def _surroundings(monkeypatch):
-    monkeypatch.setattr(hosted, "find_tokenizer", lambda model: TOKENIZER)
+    monkeypatch.setattr(agent, "find_tokenizer", lambda model: TOKENIZER)
     monkeypatch.setenv("PYTHONPATH", str(HERE / "tasksets"))
     monkeypatch.setenv("USER_TOKEN", TOKEN)
 

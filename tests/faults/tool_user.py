@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from async_grpo.bridges import hosted, verifiers, verifiers_bridge
+from async_grpo.bridges import agent, verifiers, verifiers_bridge
 from async_grpo.environments.base import Environment
 from async_grpo.environments.chat.messages import ToolCall
 from async_grpo.environments.judging import score
@@ -56,6 +56,6 @@ class Bridged(verifiers.VerifiersEnvironment):
     """A stand-in plays it in a process of its own, and asks the worker's gateway for tokens."""
 
     def __init__(self):
-        hosted.find_tokenizer = lambda model: VOCABULARY
+        agent.find_tokenizer = lambda model: VOCABULARY
         verifiers_bridge.__file__ = str(TESTS / "bridges" / "stand_in_bridge.py")
         super().__init__([sys.executable])

@@ -11,7 +11,7 @@ import pytest
 from gateways import RENDERER, TOKENIZER, said
 from players import Scripted, make_request, make_turn, play
 
-from async_grpo.bridges import agent, hosted
+from async_grpo.bridges import agent
 from async_grpo.environments.base import EpisodeFailed, FailureClass
 from async_grpo.environments.causes import Cause
 from async_grpo.environments.find import make_environment, users_environment
@@ -38,7 +38,7 @@ task = [{"role": "user", "content": sys.stdin.read()}]
 
 @pytest.fixture(autouse=True)
 def _tokenizer(monkeypatch):
-    monkeypatch.setattr(hosted, "find_tokenizer", lambda model: TOKENIZER)
+    monkeypatch.setattr(agent, "find_tokenizer", lambda model: TOKENIZER)
 
 
 @pytest.fixture
@@ -287,7 +287,7 @@ def test_what_is_no_command_is_refused(name, sentence):
 
 def test_a_proxy_of_the_user_s_does_not_stand_between(monkeypatch):
     monkeypatch.setenv("NO_PROXY", "internal")
-    found = agent.agent_variables(hosted.Address("http://127.0.0.1:1", "a", "t"))
+    found = agent.agent_variables(agent.Address("http://127.0.0.1:1", "a", "t"))
     assert found["OPENAI_BASE_URL"] == "http://127.0.0.1:1/s/a/v1"
     assert found["NO_PROXY"] == "internal,127.0.0.1"
     assert found["PATH"].split(os.pathsep)[0] == os.path.dirname(sys.executable)
