@@ -1,8 +1,8 @@
-"""What a verifier pool runs, and the limits of its processes.
+"""The rewards that a verifier pool runs, and the limits of its processes.
 
-The text of the users' reward files is read once, by the dispatcher that brings them. All verifiers
-of a pool run this text, those started later too: a file that is edited meanwhile never mixes with
-what it was, and whoever brings another text is told apart by it.
+A dispatcher reads the text of the users' reward files once. All verifiers of its pool run this
+text, also those that start later: they never mix versions of a file that is edited meanwhile. Pools
+that run other texts are recognised by the hashes.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ if TYPE_CHECKING:  # both bring arrays: fork servers stay small
 SHIPPED_REWARDS, OWN_REWARDS = "shipped rewards", "own rewards"
 GENERATED_CODE = "programs of the model"
 NOBODY = 65534
-MAX_PROCESSES = 64  # of one request, itself included
+MAX_PROCESSES = 64  # of one request, its first included
 MAX_OPEN_FILES = 1024
 SHIPPED = "async_grpo.verification.graders.shipped"
-# Of reward_registry.py as it is shipped: users edit theirs.
+# The hash of reward_registry.py as it is shipped, which users may edit.
 REGISTRY_SHA256 = "6bb7c0d5f2b242312a3bb17a6f93f911f20135ead13313b33fc38a6bf2784581"
 EXECUTE_NO_TEXT = frozenset({"mathd", "sympy", "math_verify", "countdown", "majority"})
 CODE_EXECUTION = "code_execution"
-TIMEOUT_VARIABLE = "ASYNC_GRPO_VERIFIER_TIMEOUT_S"  # for adapters that plan their time
+TIMEOUT_VARIABLE = "ASYNC_GRPO_VERIFIER_TIMEOUT_S"  # read by adapters that divide their time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,21 +42,21 @@ class VerifierConfig:
 
     reward_names: tuple[str, ...]
     registry: str = "reward_registry"  # module name, or path of a .py file
-    num_verifiers: int = 50  # wanted of all pools together
-    timeout_s: float = 10.0  # one adapter on one sample
+    num_verifiers: int = 50  # of all pools together
+    timeout_s: float = 10.0  # of one adapter on one sample
     memory_mib: int = 4096  # of all processes of a request, and address space of each
     file_mib: int = 256  # largest file that one process may write
     network: bool = True  # for users' functions; shipped graders never have it
-    environment: tuple[str, ...] = ()  # variables that users' functions get beside ordinary ones
-    search_paths: tuple[str, ...] = ()  # folders where modules and relative paths are looked for
+    environment: tuple[str, ...] = ()  # further variables for users' functions
+    search_paths: tuple[str, ...] = ()  # folders of modules and relative paths
     sources: Mapping[str, str] = field(default_factory=dict)  # see `read_sources`
     imported: Mapping[str, str] = field(default_factory=dict)  # see `user_code.hash_imported`
-    start_timeout_s: float = 60.0  # a process may take to import the adapters
-    unconfined_rewards: bool = False  # may run where they cannot be confined
-    unconfined_code: bool = False  # so may programs of the model's
+    start_timeout_s: float = 60.0  # for the import of the adapters
+    unconfined_rewards: bool = False  # rewards may run where they cannot be confined
+    unconfined_code: bool = False  # programs of the model may
 
     def rewards(self, *, num_cores: int) -> Rewards:
-        """What a pool on a node of so many cores registers with."""
+        """The rewards with which a pool on a node of `num_cores` registers."""
         from async_grpo.types import Rewards  # which holds arrays: fork servers stay small
 
         hashes = {name: sha256(text.encode()).hexdigest() for name, text in self.sources.items()}
@@ -65,42 +65,40 @@ class VerifierConfig:
 
     @property
     def wall_s(self) -> float:
-        """On the wall's clock a sample may take much longer than of processor time.
-
-        So a machine short of processors is no verdict.
-        """
+        """Wall-clock limit of a sample: far above its processor time, for a busy machine."""
         return 3.0 * self.timeout_s
 
     @property
     def child_s(self) -> float:
-        """Of all samples that a process grades: it starts none once it has taken `timeout_s`."""
+        """Wall-clock limit of a process, which starts no sample once it has run for `timeout_s`."""
         return self.timeout_s + self.wall_s
 
     @property
     def time_limit(self) -> str:
-        """With its option, for whoever has to raise it."""
+        """The option and its value, for error messages."""
         return f"--verifier-timeout-s {self.timeout_s:g}"
 
     @property
     def memory_limit(self) -> str:
+        """The option and its value, for error messages."""
         return f"--verifier-memory-mib {self.memory_mib}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Isolation:
-    """What surrounds the requests of one fork server."""
+    """How the requests of one fork server are confined."""
 
     confined: bool
     network: bool
-    uid: int | None = None  # that requests change to; None: they stay what they are
+    uid: int | None = None  # the user that requests become; None: they keep theirs
     seen_as: int = NOBODY  # the user's number inside a request
-    scratch_mib: int = 0  # of an own, empty /dev/shm for each request; 0: no file can be written
-    kind: str = OWN_REWARDS
-    why: str = ""  # they are not confined
+    scratch_mib: int = 0  # size of each request's new /dev/shm; 0: requests can write no file
+    kind: str = OWN_REWARDS  # the kind of code that they run
+    why: str = ""  # the reason if they are not confined
 
 
 def verifier_config(worker: WorkerConfig) -> VerifierConfig:
-    """What a dispatcher's verifiers run; its reward files are read now, and here."""
+    """Read the reward files of a dispatcher, and return its verifiers' configuration."""
     names, registry, here = worker.reward_names, worker.reward_registry, (os.getcwd(),)
     return VerifierConfig(
         reward_names=names,
@@ -132,7 +130,7 @@ def source_of(name: str, registry: str) -> str:
 
 
 def grader_of(name: str, config: VerifierConfig) -> str:
-    """The shipped grader that a reward is, by the text that is run; empty: a user's function."""
+    """The name of the shipped grader that a reward's text is; empty: it is a user's function."""
     source = source_of(name, config.registry)
     text = config.sources.get(source)
     if text is None:
@@ -149,9 +147,9 @@ def _sha256(text: str) -> str:
 def read_sources(
     reward_names: Sequence[str], *, registry: str, search_paths: Sequence[str]
 ) -> Mapping[str, str]:
-    """Text by file or module, as the options name it.
+    """The text of each file or module, by its name in the options.
 
-    What is not found, or is no text, is left out: loading it says what is wrong.
+    One that is not found or is no text is left out; loading it raises the error later.
     """
     texts = {}
     for source in dict.fromkeys(source_of(name, registry) for name in reward_names):
@@ -165,16 +163,16 @@ def read_sources(
 
 
 def path_of(source: str, search_paths: Sequence[str]) -> Path | None:
-    """The file, or the file of the module; None: there is none."""
+    """The path of a file or of a module's file; None: there is none."""
     found = next((path for path in candidates(source, search_paths) if path.is_file()), None)
     if found or not source.isidentifier():
         return found
-    spec = find_spec(source)  # of an editable installation, which lies on no path
+    spec = find_spec(source)  # finds editable installations, which are on no search path
     return Path(spec.origin) if spec and spec.origin else None
 
 
 def candidates(source: str, search_paths: Sequence[str]) -> list[Path]:
-    """Where a file, or the file of a module, is looked for; the first that exists is meant."""
+    """The paths where a file, or a module's file, may be; the first that exists is used."""
     if source.endswith(".py"):
         return [Path(folder, source).resolve() for folder in (*search_paths, ".")]
     stem = Path(*source.split("."))

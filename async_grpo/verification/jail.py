@@ -1,8 +1,8 @@
-"""The program that generated code runs in, in a confinement that holds Python's library alone.
+"""The program that runs generated code, in a confinement that holds Python's library alone.
 
-Its memory holds nothing but the code: no expected results, no environment, no descriptors of the
-verifier. `jailer` passes this text to `python -c`, for tests of functions with that of `jail_calls`
-behind it: inside there is no file of the package.
+Its memory holds the code, and no expected results, environment or descriptors of the verifier.
+`jailer` passes the text of this file to `python -c`, as the confinement holds no file of the
+package; for tests of functions, the text of `jail_calls` follows.
 """
 
 import json
@@ -15,17 +15,17 @@ MOST_DESCRIPTORS = 1 << 20
 
 
 def limit(kind: int, wanted: int) -> None:
-    """Limit this process for good, a grader's too; no limit that it has is raised."""
+    """Set a hard limit of this process, a jail's or a grader's; an existing one is not raised."""
     _, hard = resource.getrlimit(kind)
     most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     resource.setrlimit(kind, (most, most))
 
 
-def take_orders() -> tuple[dict, str]:  # no `typing`: a run is milliseconds
-    """Limit this process, tell so on standard error, and return the orders and the code.
+def take_orders() -> tuple[dict, str]:  # without `typing`: its import would take a run's time
+    """Limit this process, write `IS_SET_UP` to standard error, and return the orders and the code.
 
-    Root becomes another user before, whom alone the kernel holds to a number of processes. Of the
-    descriptors none stays but the standard ones and the peer's.
+    Root first becomes another user, as the kernel does not limit root's number of processes. All
+    descriptors are closed but the standard ones and the peer's.
     """
     orders = json.loads(sys.argv[1])
     with open(orders["code"], encoding="utf-8", errors="surrogatepass", newline="") as file:
@@ -45,13 +45,13 @@ def take_orders() -> tuple[dict, str]:  # no `typing`: a run is milliseconds
 
 
 def become_program() -> None:
-    """Run the code as a program; standard input is its own."""
+    """Run the code as a program, which reads the standard input."""
     _, code = take_orders()
     try:
         exec(compile(code, "program", "exec"), {"__name__": "__main__"})
     except SystemExit as leaving:
         _flush_and_exit(leaving.code)
-    except BaseException:  # the process boundary: whatever the code does is one exit code
+    except BaseException:  # the process boundary: any exception of the code is an exit code
         _flush_and_exit(1)
     _flush_and_exit(0)
 

@@ -1,11 +1,11 @@
-"""Tests that call generated functions from another process, and the functions' side of it.
+"""Both sides of tests that call generated functions in another process.
 
     test process  ── call: name, plain arguments ──▶  process of the generated code
-                  ◀── plain value, or what it raised ──
+                  ◀── plain value, or an exception's name ──
 
-Only the test process knows what is expected, and only plain values reach it: generated code can
-neither patch an `assert`, nor leave with a success, nor answer with an object equal to everything.
-Inside a jail this text stands behind that of `jail`, and imports the standard library.
+Only the test process knows the expected results, and it receives plain values only: generated code
+can neither patch an `assert`, nor exit with success, nor return an object equal to everything.
+Inside a jail this text follows that of `jail`, and imports the standard library only.
 """
 
 import ast
@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 MAX_CALL_BYTES = 4 << 20
 MAX_ITEMS = 100_000  # of an iterator
-Message = dict[str, Any]  # of JSON, whose values the other side has chosen
+Message = dict[str, Any]  # JSON, whose values the other side has chosen
 COLLECTIONS: dict[str, Callable[[list[Any]], object]] = {
     "tuple": tuple,
     "set": set,
@@ -35,11 +35,11 @@ class NotPlainError(TypeError):
 
 
 class RemoteError(Exception):
-    """What the generated code raised."""
+    """The generated code has raised an exception."""
 
 
 class Wire:
-    """A socket to the other side; no deadline: the verifier ends both processes."""
+    """A socket to the other side; without timeouts, as the verifier ends both processes."""
 
     def __init__(self, descriptor: int) -> None:
         sys.set_int_max_str_digits(0)
@@ -64,7 +64,7 @@ class Wire:
 
 
 def serve_calls(take_orders: Callable[[], tuple[Message, str]]) -> NoReturn:
-    """Define what the code defines, then answer calls until the tests have ended."""
+    """Run the code, then answer calls of its names until the tests have ended."""
     orders, code = take_orders()
     wire = Wire(orders["peer"])
     names: Message = {"__name__": "solution"}
@@ -78,13 +78,13 @@ def serve_calls(take_orders: Callable[[], tuple[Message, str]]) -> NoReturn:
             arguments = [_decode(value, wire) for value in call["args"]]
             keywords = {key: _decode(value, wire) for key, value in call["kwargs"].items()}
             reply = {"value": _encode(function(*arguments, **keywords), handles)}
-        except BaseException as error:  # the process boundary: the tests see that it raised
+        except BaseException as error:  # the process boundary: the tests get the exception's name
             reply = {"raised": type(error).__name__}
         wire.send(reply)
 
 
 def run_tests(take_orders: Callable[[], tuple[Message, str]]) -> NoReturn:
-    """Run the tests one after another; one word on standard output says how they went."""
+    """Run the tests in order, and print the verdict and its reason."""
     orders, text = take_orders()
     wire, given = Wire(orders["peer"]), json.loads(text)
     verdict, reason = PASSED, ""
@@ -102,9 +102,9 @@ def run_tests(take_orders: Callable[[], tuple[Message, str]]) -> NoReturn:
 
 
 def _names(given: Message, test: str, wire: Wire) -> dict[str, object]:
-    """What a test sees: the setup, and a stand-in for every name that only the solution can have.
+    """The globals of a test: the setup's, and a `Remote` for each name that the solution defines.
 
-    A builtin is the solution's where the data says that the solution is to define it.
+    A builtin's name is the solution's if the data says that the solution defines it.
     """
     names: dict[str, object] = {"__name__": "tests"}
     exec(compile(given["setup"], "setup", "exec"), names)
@@ -120,7 +120,7 @@ def _names(given: Message, test: str, wire: Wire) -> dict[str, object]:
 
 
 class Remote:
-    """A function, a class or an object of the generated code, as tests use it: by calling."""
+    """A function or class of the generated code, or a method of an object, for tests to call."""
 
     def __init__(self, wire: Wire, of: int | None, name: str) -> None:
         self._call = (wire, of, name)
@@ -148,7 +148,7 @@ class RemoteObject:
 
 
 def _encode(value: Any, handles: dict[int, object] | None) -> object:
-    """The value as JSON, its type kept; an object that is not plain stays here, under a handle."""
+    """The value as JSON with its type; for another object a handle, under which it stays here."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list):
@@ -172,6 +172,7 @@ def _encode(value: Any, handles: dict[int, object] | None) -> object:
 
 
 def _decode(value: object, wire: Wire) -> object:
+    """The value that `_encode` has made JSON of; a handle becomes a `RemoteObject`."""
     if isinstance(value, list):
         return [_decode(item, wire) for item in value]
     if not isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Linux calls, most of which Python 3.11 lacks; each raises OSError where the system refuses."""
+"""Linux system calls, most of which Python 3.11 lacks; each raises OSError if it is refused."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def unshare(flags: int) -> None:
-    """Move to new namespaces; a new pid namespace is for later children only."""
+    """Move to new namespaces; a new pid namespace holds later children only."""
     _check("unshare", _LIBC.unshare(ctypes.c_int(flags)))
 
 
 def rejoin_pids(descriptor: int) -> None:
-    """Give later children the pid namespace that a file of /proc/PID/ns stands for."""
+    """Put later children into a pid namespace, given a descriptor of its file in /proc/PID/ns."""
     _check("setns", _LIBC.setns(ctypes.c_int(descriptor), ctypes.c_int(NEW_PIDS)))
 
 
 def mount_tmpfs(target: str, *, size_mib: int) -> None:
-    """Cover a folder with an empty one in memory."""
+    """Mount an empty file system in memory over a folder."""
     _mount("tmpfs", target, "tmpfs", options=f"size={size_mib}m,nr_inodes=65536")
 
 
 def mount_proc(*, is_for_root: bool) -> None:
-    """Let /proc tell of this pid namespace alone; from root, what steers the system is kept."""
+    """Mount a /proc of this pid namespace; for root, system controls in it are read-only."""
     flags = MS_NOSUID | MS_NODEV | MS_NOEXEC
     _mount("proc", "/proc", "proc", flags=flags)
     for path in filter(os.path.exists, STEERING if is_for_root else ()):
@@ -45,8 +45,8 @@ def mount_proc(*, is_for_root: bool) -> None:
 def enter_user_namespace(*, seen_as: int) -> None:
     """Move to a user namespace that holds this user only, under the number `seen_as`.
 
-    Signals and memory of processes outside are then out of reach, though the user is the same, and
-    RLIMIT_NPROC counts the processes inside.
+    This process can then neither signal nor read processes outside, though their user is the same,
+    and RLIMIT_NPROC counts only processes inside.
     """
     user, group = os.geteuid(), os.getegid()
     unshare(NEW_USERS)
@@ -60,7 +60,7 @@ def enter_user_namespace(*, seen_as: int) -> None:
 
 
 def has_user(number: int) -> bool:
-    """Whether a process of this user namespace can be that user: some containers have root alone.
+    """Whether this user namespace has that user: some containers have root alone.
 
     >>> has_user(os.geteuid())
     True
@@ -71,13 +71,16 @@ def has_user(number: int) -> bool:
 
 
 def drop_capabilities() -> None:
-    """Give up all rights of this process' user namespace."""
+    """Drop all capabilities of this process in its user namespace."""
     header = (ctypes.c_uint32 * 2)(CAPABILITIES_V3, 0)
     _check("capset", _LIBC.capset(header, (ctypes.c_uint32 * 6)()))
 
 
 def seccomp_filter(kind: Literal["jail", "grader"]) -> bytes:
-    """As the kernel takes it, by `tools/seccomp_filters.py`; empty: none for this machine."""
+    """The filter in the kernel's format, from `tools/seccomp_filters.py`.
+
+    Empty: this machine's architecture has none.
+    """
     path = f"{os.path.dirname(__file__)}/{kind}-{os.uname().machine}.bpf"
     if not os.path.isfile(path):
         return b""
@@ -86,7 +89,7 @@ def seccomp_filter(kind: Literal["jail", "grader"]) -> bytes:
 
 
 def refuse_calls(program: bytes) -> None:
-    """Give up for good, with all later children, the calls that a seccomp filter refuses."""
+    """Apply a seccomp filter to this process and its later children, for good."""
     held = ctypes.create_string_buffer(program, len(program))
     header = struct.pack("HP", len(program) // 8, ctypes.addressof(held))
     mode = ctypes.c_ulong(SECCOMP_MODE_FILTER)
@@ -94,6 +97,7 @@ def refuse_calls(program: bytes) -> None:
 
 
 def prctl(option: int, value: int) -> None:
+    """Set an option of this process, see prctl(2)."""
     _check(f"prctl {option}", _LIBC.prctl(option, ctypes.c_ulong(value), 0, 0, 0))
 
 

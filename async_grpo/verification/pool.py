@@ -31,23 +31,23 @@ from async_grpo.verification.config import VerifierConfig
 from async_grpo.verification.sandbox import Sandbox
 from async_grpo.verification.tasks import adapter_sample
 
-# Texts that may wait in a pool, a core: one that hangs must not keep the others from being graded.
+# Texts that may wait in a pool, for each core: many, as one that hangs must not hold up others.
 TEXTS_WAITING = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class PoolStatus:
-    """What a pool is doing, and has done since it started."""
+    """The present work of a pool, and its counts since it started."""
 
     verifying: int  # samples
     done: Mapping[str, int]  # samples, by Verdict.status
-    events: Mapping[str, int]  # attempts that were accidents, and how they were mended: see Sandbox
+    events: Mapping[str, int]  # failed attempts, late requests, restarts: see Sandbox
     num_processes: int  # its share of the global number
-    confinement: Mapping[str, str]  # why what it runs is not confined, by kind; empty: it is
+    confinement: Mapping[str, str]  # by kind, why what it runs is not confined; empty: it is
 
 
 class VerifierPool:
-    """Its dispatcher makes it an actor, registers it, and ends it."""
+    """Grades outputs for the controller; its dispatcher starts it as an actor, and ends it."""
 
     def __init__(
         self,
@@ -58,29 +58,28 @@ class VerifierPool:
         lease_s: float = 30.0,
         ray_cpus: float = float("inf"),
     ) -> None:
-        """`failed_samples`: a file for samples that could not be graded; empty: none is wanted.
+        """`failed_samples`: a file for samples that could not be graded; empty: they are not kept.
 
-        `ray_cpus`: of this node, as Ray counts them, which may be fewer than there are.
+        `ray_cpus`: the CPUs of this node by Ray's count, which may differ from the machine's.
         """
         self._config = config
         self._worker_id = worker_id
         self._lease_s = lease_s
         self._ray_cpus = ray_cpus
-        # Until the controller has told this pool its share.
-        self._sandbox = Sandbox(config, num_processes=1)
+        self._sandbox = Sandbox(config, num_processes=1)  # until `take_share`
         self._verifying: dict[int, int] = {}  # samples, by lease
         self._done: Counter[str] = Counter()
         self._failed_samples = failed_samples
         self._complaints: list[str] = []
-        self._num_told = 0  # of them, to its dispatcher
+        self._num_read = 0  # complaints that the dispatcher has read
 
     async def info(self) -> WorkerInfo:
-        """Who this pool is, once it can grade.
+        """Start the sandbox, and return the record with which the dispatcher registers this pool.
 
         Raises `ConfigError` for an unusable adapter, or one that must be confined and cannot be.
         """
         await self._sandbox.start()
-        # Ray may be told of more cores than the machine has.
+        # An option of Ray's may count more cores than the machine has.
         num_cores = max(1, int(min(self._ray_cpus, os.cpu_count() or 1)))
         return WorkerInfo(
             worker_id=self._worker_id,
@@ -97,18 +96,18 @@ class VerifierPool:
         )
 
     async def ping(self, after_s: float = 0.0) -> Pulse:
-        """What is graded and waits, told `after_s` from now."""
+        """The leases whose outputs are graded, as of `after_s` from now."""
         await asyncio.sleep(after_s)
-        # Verdicts come when they come: until then a group stands in line.
+        # Waiting: a group has no progress to show before its verdicts.
         requests = {lease_id: RequestPulse(0, is_waiting=True) for lease_id in self._verifying}
         return Pulse("none", self._done.total(), requests)
 
     async def take_share(self, num_processes: int) -> None:
-        """Run so many verifier processes from now on; the controller calls this."""
+        """Run `num_processes` verifier processes from now on; the controller calls this."""
         await self._sandbox.resize(num_processes)
 
     async def verify(self, request: GradingRequest) -> tuple[Verdict, ...]:
-        """Grade the outputs of one group; verdicts in their order."""
+        """Grade the outputs of one group; the verdicts have the outputs' order."""
         outputs, lease_id = request.outputs, request.lease_id
         self._verifying[lease_id] = len(outputs)
         try:
@@ -121,32 +120,30 @@ class VerifierPool:
             try:
                 append_failed(self._failed_samples, outputs, verdicts)
             except OSError as error:
-                self._complain(
+                complaint = (
                     f"samples that could not be graded are not kept in {self._failed_samples}: "
                     f"{error}"
                 )
+                if complaint not in self._complaints:
+                    self._complaints.append(complaint)
         return verdicts
 
     async def try_out(self, request: GradingRequest) -> tuple[Verdict, ...]:
         """The verdict of each adapter alone on one output, before a run begins.
 
-        What they grade here is what a later overrun is measured by.
+        The output becomes the sandbox' control for later overruns.
         """
         (output,) = request.outputs
         return await self._sandbox.grade_with_each(adapter_sample(output), request.rewards)
 
     async def complaint(self) -> str:
-        """What its dispatcher should say, once; mostly nothing."""
-        untold = self._complaints[self._num_told :]
-        self._num_told = len(self._complaints)
-        return "; ".join(untold)
-
-    def _complain(self, sentence: str) -> None:
-        if sentence not in self._complaints:
-            self._complaints.append(sentence)
+        """New complaints for the dispatcher to log, each returned once; mostly there is none."""
+        unread = self._complaints[self._num_read :]
+        self._num_read = len(self._complaints)
+        return "; ".join(unread)
 
     async def abort_all(self) -> None:
-        """Nothing: each verification ends by itself, within its limit."""
+        """Do nothing: each verification ends within its limit."""
 
     async def status(self) -> PoolStatus:
         sandbox = self._sandbox
@@ -162,7 +159,7 @@ class VerifierPool:
 def append_failed(
     path: str, requests: Sequence[VerificationRequest], verdicts: Sequence[Verdict]
 ) -> None:
-    """A line of JSON for each sample whose verdict is an error, for who wants to know why."""
+    """Append each sample whose verdict is an error, with the reason, as a line of JSON."""
     lines = [
         adapter_sample(request) | {"adapter": verdict.adapter, "reason": verdict.reason}
         for request, verdict in zip(requests, verdicts, strict=True)

@@ -1,11 +1,11 @@
-"""What the pool and a request's process say to each other, and what of it the pool believes.
+"""Messages between the pool and a request's process, and the pool's checks of the answers.
 
-An answer must carry its task's own random id and nothing but plain, finite, bounded values. That
-is all a pool can check: a text that has taken over its process can still lie about itself, and
-about the texts of its group that are graded after it.
+An answer must carry the random id of its task, and only plain, finite, bounded values. The pool can
+check no more: a text that has taken over its process can still lie about itself, and about the
+texts of its group that are graded after it.
 
-Messages are plain JSON behind its length. Nothing is unpickled: what a text has taken over may send
-any bytes, and they stay bytes.
+A message is its length, then JSON. Nothing is unpickled: a process that was taken over may send any
+bytes, and none of them is run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from async_grpo.util.errors import escaped
 if TYPE_CHECKING:
     from async_grpo.types import FailureCause, VerificationRequest
 
-Sample = dict[str, Any]  # what an adapter grades: the user's own columns, and an output
+Sample = dict[str, Any]  # an adapter's input: the user's own columns, and an output
 LENGTH = struct.Struct("!I")
 MAX_BYTES = 256 << 20  # of a message
 MAX_ANSWERS_BYTES = 1 << 20  # of one child
@@ -34,7 +34,7 @@ MAX_REASON_CHARACTERS = 500
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one adapter did with one output, at one attempt.
+    """The result of one attempt of one adapter on one output.
 
     `overrun`: it used more time, memory, stack, files or processes than a verification may.
     `error`: the adapter failed. `lost`: its process was ended from outside.
@@ -56,12 +56,12 @@ class Outcome:
 
 
 def overrun(adapter: str, reason: str) -> Outcome:
-    """The adapter has reached a limit."""
+    """The outcome of an attempt that reached a limit."""
     return Outcome(adapter, "overrun", reason=reason, cause="overrun")
 
 
 def adapter_sample(request: VerificationRequest) -> Sample:
-    """The dict that adapters receive; what the run knows goes before columns of the same name."""
+    """The dict that adapters receive; the run's values replace columns of the same name."""
     question, completion = request.question, request.completion
     return dict(question.columns) | {
         "input": question.input,
@@ -92,7 +92,9 @@ def portable(sample: Mapping[str, object]) -> tuple[Sample, dict[str, str]]:
 
 
 def encode_request(adapter: str, samples: Mapping[str, Mapping[str, object]]) -> bytes:
-    """Samples of one group, by task id, for one adapter; most are plain as they come.
+    """The message that asks one adapter to grade samples of one group, given by task id.
+
+    Samples are made plain only if they cannot be sent as they are, which is rare.
 
     >>> encode_request("mine", {"7": {"nums": (1, 2)}})[4:]
     b'{"id":"7","adapter":"mine","tasks":[["7",{"nums":[1,2]},{}]]}'
@@ -107,17 +109,17 @@ def encode_request(adapter: str, samples: Mapping[str, Mapping[str, object]]) ->
 
 
 def encode_answer(task_id: str, outcome: Outcome) -> bytes:
-    """An outcome as the line that answers a task."""
+    """The line that answers a task with its outcome."""
     answer = {"id": task_id} | {name: getattr(outcome, name) for name in ANSWERS}
     return json.dumps(answer).encode("ascii") + b"\n"
 
 
-def read_answers(said: str, *, task_ids: Sequence[str], adapter: str) -> list[Outcome]:
-    """The outcomes of the first tasks, as many as a child has answered; a line for each, in order.
+def read_answers(answers: str, *, task_ids: Sequence[str], adapter: str) -> list[Outcome]:
+    """The outcomes of the tasks that a child has answered: the first ones, a line each, in order.
 
-    What is no answer is an error of the task that it should have answered, and the last to count.
+    A line that is no answer becomes an error of its task, and no line after it is read.
     """
-    lines = said.removesuffix("\n").split("\n") if said else []
+    lines = answers.removesuffix("\n").split("\n") if answers else []
     outcomes: list[Outcome] = []
     try:
         for task_id, line in zip(task_ids, lines, strict=False):
@@ -132,7 +134,7 @@ def read_answers(said: str, *, task_ids: Sequence[str], adapter: str) -> list[Ou
 
 
 def read_answer(message: object, *, task_id: str, adapter: str) -> Outcome:
-    """The outcome in an answer; raises FrameError for anything else."""
+    """The outcome in an answer; raises FrameError for another message."""
     if not isinstance(message, dict) or set(message) != {"id", *ANSWERS}:
         raise FrameError("not the entries of an answer")
     if message["id"] != task_id:
@@ -152,7 +154,7 @@ def _is_short_text(value: object) -> bool:
     return isinstance(value, str) and len(value) <= MAX_REASON_CHARACTERS
 
 
-# What a child says of a task, and what of it is believed: never that it was lost, for example.
+# The entries of a child's answer, and the check of each: a child may not report a task as lost.
 ANSWERS: Mapping[str, Callable[[object], bool]] = {
     "status": lambda value: value in ("scored", "unscorable", "overrun", "error"),
     "reward": _is_finite,
@@ -175,11 +177,11 @@ def _substitute(value: Any) -> object:
 
 
 class FrameError(Exception):
-    """Bytes that are no message, or one beyond its bound."""
+    """Bytes that are no message, or a message that is too long."""
 
 
 def encode(message: object) -> bytes:
-    """The message as bytes to send; raises FrameError for what JSON or a frame cannot hold."""
+    """The message as bytes to send; raises FrameError if it is no JSON or too long."""
     try:
         body = json.dumps(message, separators=(",", ":")).encode("ascii")
     except (TypeError, ValueError, RecursionError) as error:
@@ -188,12 +190,12 @@ def encode(message: object) -> bytes:
 
 
 def length_of(head: bytes) -> int:
-    """The length that a frame announces; raises FrameError beyond the bound."""
+    """The length of the message behind its head; raises FrameError if it is too long."""
     return _bounded(*LENGTH.unpack(head))
 
 
 def decode(body: bytes | str) -> Any:
-    """The message in a frame, or in an answer; raises FrameError for what is none."""
+    """The message in JSON; raises FrameError if it is none."""
     try:
         return json.loads(body)
     except (ValueError, RecursionError) as error:
@@ -202,9 +204,8 @@ def decode(body: bytes | str) -> Any:
 
 def receive(connection: socket.socket) -> Any:
     """The next message; raises EOFError when the other end is closed."""
-    return decode(
-        _receive_exactly(connection, length_of(_receive_exactly(connection, LENGTH.size)))
-    )
+    length = length_of(_receive_exactly(connection, LENGTH.size))
+    return decode(_receive_exactly(connection, length))
 
 
 def _receive_exactly(connection: socket.socket, size: int) -> bytes:

@@ -1,9 +1,8 @@
-"""What processes use: those that one has started, their processor time, memory and connections.
+"""Descendants of a process, and their processor time, memory and connections.
 
-Memory is for a limit of all of them together. The kernel limits the addresses of each process
-alone: it counts no children, no file in memory that nobody has mapped. Control groups would count
-all, where a user may make one, which is rare. A connection is to somebody else: what a grader that
-overruns may have waited for.
+The server limits the memory of all of them together. The kernel limits only the address space of
+each process: it counts neither children nor unmapped files in memory. Control groups would count
+all, but few systems let a user make one. A grader that overruns may have waited for a connection.
 """
 
 from __future__ import annotations
@@ -17,26 +16,26 @@ import struct
 from collections.abc import Iterator, Sequence
 
 TICKS_A_SECOND = os.sysconf("SC_CLK_TCK")
-# Of memory, as /proc calls it.
-QUICK = ("RssAnon", "RssShmem", "VmSwap")  # counts what processes share once for each
+# Memory: fields of /proc/PID/status and of /proc/PID/smaps_rollup.
+QUICK = ("RssAnon", "RssShmem", "VmSwap")  # counts shared memory once for each process
 EXACT = ("Pss_Anon", "Pss_Shmem", "SwapPss")
-FOLDERS = ("/dev/shm", "/tmp")  # which may be in memory, of a jail or of a request
-INODE_BYTES = 1024  # about what an empty file in memory takes
-FASTEST_MIB_S = 8192  # nothing is expected to grow faster
-SHORTEST_S, LONGEST_S = 0.01, 0.2
-SHARE = 0.2  # of a processor that looking may take, as far as the longest pause allows
-# Of connections.
+FOLDERS = ("/dev/shm", "/tmp")  # file systems in memory, of a jail or of a request
+INODE_BYTES = 1024  # about the size of an empty file in memory
+FASTEST_MIB_S = 8192  # the highest growth that is expected
+SHORTEST_S, LONGEST_S = 0.01, 0.2  # pauses
+SHARE = 0.2  # of a processor that looks may take, unless the pause is the longest
+# Connections.
 TABLES = ("tcp", "tcp6", "udp", "udp6")
-LIVE = {"01", "02", "04", "05"}  # established, being made, closed by this side alone
+LIVE = {"01", "02", "04", "05"}  # states: established, being made, closed by this side alone
 NETLINK_SOCK_DIAG, SOCK_DIAG_BY_FAMILY, NLM_F_DUMP_REQUEST = 4, 20, 0x301
 UDIAG_SHOW_PEER, UNIX_DIAG_PEER = 4, 2
 REQUEST = struct.Struct("=IHHII BBHIIIII")
-# Length and kind of the message; the socket's inode; of the first attribute its kind and value.
+# Length and type of the message; inode of the socket; type and value of the first attribute.
 ANSWER = struct.Struct("=IH14xI8x2xHI")
 
 
 def children(process: int) -> list[int]:
-    """The children of a process, living or not reaped; none when it has ended itself."""
+    """The children of a process, running or not reaped; none if the process has ended."""
     found: list[int] = []
     try:
         for thread in os.listdir(f"/proc/{process}/task"):
@@ -48,10 +47,9 @@ def children(process: int) -> list[int]:
 
 
 def descendants(process: int, *, most: float = math.inf) -> list[int]:
-    """Children, their children and so on, whatever session or group they have moved to.
+    """Children, their children and so on, in any session or process group.
 
-    At most `most` and a few: those of a program that forks without end come faster than they can
-    be counted.
+    Counting stops soon after `most`: a program may fork faster than its processes can be counted.
     """
     found: list[int] = []
     waiting = [process]
@@ -63,7 +61,7 @@ def descendants(process: int, *, most: float = math.inf) -> list[int]:
 
 
 def links(process: int) -> Iterator[tuple[str, str]]:
-    """Each open file of a process, and what it leads to; none where we may not look."""
+    """(path in /proc, target) of each open file of a process; none if they may not be read."""
     try:
         for name in os.listdir(f"/proc/{process}/fd"):
             path = f"/proc/{process}/fd/{name}"
@@ -73,7 +71,7 @@ def links(process: int) -> Iterator[tuple[str, str]]:
 
 
 def cpu_seconds(processes: Sequence[int]) -> float:
-    """Processor time that they have used, with that of their children that have ended."""
+    """Processor time of processes, with that of their children that have ended."""
     ticks = 0
     for process in processes:
         try:
@@ -85,13 +83,13 @@ def cpu_seconds(processes: Sequence[int]) -> float:
 
 
 def held_mib(processes: Sequence[int], *, limit_mib: float) -> float:
-    """What they hold, swapped out or not; exact only where a quick count is beyond the limit."""
+    """MiB that processes hold, also swapped out; exact only if a quick count is over the limit."""
     files = _files(processes)
     states = {process: f"/proc/{process}/status" for process in processes}
     rough = {p: _sum(path, QUICK) or _sum(path, ("VmRSS",)) for p, path in states.items()}
     held = files + sum(rough.values())
     if held / 2**20 > limit_mib:
-        _signal(processes, signal.SIGSTOP)  # the count takes a while, in which they would grow
+        _signal(processes, signal.SIGSTOP)  # the exact count is slow, and they would grow meanwhile
         exact = {process: _sum(f"/proc/{process}/smaps_rollup", EXACT) for process in processes}
         _signal(processes, signal.SIGCONT)
         held = files + sum(exact[process] or rough[process] for process in processes)
@@ -99,7 +97,9 @@ def held_mib(processes: Sequence[int], *, limit_mib: float) -> float:
 
 
 def pause_s(*, room_mib: float, looked_s: float) -> float:
-    """How long nobody need look at what may grow by so much, when a look takes so long to compute.
+    """Seconds until the next look at memory.
+
+    `room_mib`: by how much it may grow. `looked_s`: processor time that the last look took.
 
     >>> pause_s(room_mib=1024, looked_s=0.0005), pause_s(room_mib=8, looked_s=0.0002)
     (0.125, 0.01)
@@ -114,7 +114,7 @@ def _signal(processes: Sequence[int], number: signal.Signals) -> None:
 
 
 def _sum(path: str, kinds: tuple[str, ...]) -> int:
-    """Bytes of these lines of a file of /proc; 0 where it may not be read."""
+    """Sum of these lines of a file in /proc, in bytes; 0 if it may not be read."""
     try:
         with open(path) as file:
             lines = (line.partition(":") for line in file)
@@ -124,13 +124,13 @@ def _sum(path: str, kinds: tuple[str, ...]) -> int:
 
 
 def _files(processes: Sequence[int]) -> int:
-    """Bytes of their files in memory: without a name, and in folders that are not the machine's."""
+    """Bytes of files in memory: unnamed ones, and those in mounts that only these processes see."""
     found: dict[tuple[int, int], int] = {}
     machine = {os.stat(folder).st_dev for folder in FOLDERS if os.path.isdir(folder)}
     for process in processes:
         places = [path for path, link in links(process) if link.startswith("/memfd:")]
         for path in (*places, *(f"/proc/{process}/root{folder}" for folder in FOLDERS)):
-            with contextlib.suppress(OSError):  # it has ended, has no such, or we may not look
+            with contextlib.suppress(OSError):  # ended, without this file, or not permitted
                 file = os.stat(path)
                 if path in places:
                     found[file.st_dev, file.st_ino] = file.st_blocks * 512
@@ -142,10 +142,10 @@ def _files(processes: Sequence[int]) -> int:
 
 
 def hold_connection(processes: Sequence[int]) -> bool:
-    """Whether one of them is connected, or is being connected, to who is none of them.
+    """Whether one of the processes is connected, or is connecting, to another process.
 
-    A port of their own counts too, as nothing tells it from somebody else's; a pair of sockets and
-    a listener do not.
+    A TCP connection among themselves counts too, as it looks the same; a pair of unix sockets among
+    themselves and a listening socket do not.
     """
     held = {process: _sockets(process) for process in processes}
     ours = frozenset[int]().union(*held.values())
@@ -155,12 +155,12 @@ def hold_connection(processes: Sequence[int]) -> bool:
 
 
 def _sockets(process: int) -> frozenset[int]:
-    """The sockets that a process holds, by inode."""
+    """Inodes of the sockets that a process holds."""
     return frozenset(int(link[8:-1]) for _, link in links(process) if link.startswith("socket:["))
 
 
 def _live(process: int) -> frozenset[int]:
-    """Sockets of the process' network that lead, or will lead, to another one."""
+    """Inodes of the connected and connecting sockets in the network namespace of a process."""
     found = set()
     for table in TABLES:
         try:
@@ -173,9 +173,9 @@ def _live(process: int) -> frozenset[int]:
 
 
 def _unix_pairs() -> Iterator[tuple[int, int]]:
-    """Each connected unix socket that we can see, and the one that it is connected to.
+    """(inode, inode of its peer) of each connected unix socket in this network namespace.
 
-    The kernel tells it over netlink alone (`sock_diag(7)`).
+    The kernel reports these over netlink only, see `sock_diag(7)`.
     """
     header = REQUEST.size, SOCK_DIAG_BY_FAMILY, NLM_F_DUMP_REQUEST, 1, 0
     every = socket.AF_UNIX, 0, 0, 0xFFFFFFFF, 0, UDIAG_SHOW_PEER, 0, 0
