@@ -23,17 +23,10 @@ if TYPE_CHECKING:  # both bring arrays: fork servers stay small
     from async_grpo.config.worker_config import WorkerConfig
     from async_grpo.types import Rewards
 
-SHIPPED_REWARDS, OWN_REWARDS = "shipped rewards", "own rewards"
-GENERATED_CODE = "programs of the model"
 NOBODY = 65534
 MAX_PROCESSES = 64  # of one request, its first included
-MAX_OPEN_FILES = 1024
-SHIPPED = "async_grpo.verification.graders.shipped"
 # The hash of reward_registry.py as it is shipped, which users may edit.
 REGISTRY_SHA256 = "6bb7c0d5f2b242312a3bb17a6f93f911f20135ead13313b33fc38a6bf2784581"
-EXECUTE_NO_TEXT = frozenset({"mathd", "sympy", "math_verify", "countdown", "majority"})
-CODE_EXECUTION = "code_execution"
-TIMEOUT_VARIABLE = "ASYNC_GRPO_VERIFIER_TIMEOUT_S"  # read by adapters that divide their time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +86,7 @@ class Isolation:
     uid: int | None = None  # the user that requests become; None: they keep theirs
     seen_as: int = NOBODY  # the user's number inside a request
     scratch_mib: int = 0  # size of each request's new /dev/shm; 0: requests can write no file
-    kind: str = OWN_REWARDS  # the kind of code that they run
+    kind: str = "own rewards"  # the kind of code that they run
     why: str = ""  # the reason if they are not confined
 
 
@@ -136,7 +129,7 @@ def grader_of(name: str, config: VerifierConfig) -> str:
     if text is None:
         return ""
     shipped = Path(graders.__file__).with_name("shipped.py")
-    known = _sha256(text_of(str(shipped))) if source == SHIPPED else REGISTRY_SHA256
+    known = _sha256(text_of(str(shipped))) if source == graders.SHIPPED else REGISTRY_SHA256
     return name.rpartition(":")[2] if _sha256(text) == known else ""
 
 

@@ -24,19 +24,13 @@ from pathlib import Path
 from async_grpo.util import deadlines
 from async_grpo.util.errors import ConfigError
 from async_grpo.util.files import tokens_folder
-from async_grpo.verification.config import (
-    CODE_EXECUTION,
-    EXECUTE_NO_TEXT,
-    NOBODY,
-    SHIPPED_REWARDS,
-    Isolation,
-    VerifierConfig,
-    grader_of,
-)
+from async_grpo.verification.config import NOBODY, Isolation, VerifierConfig, grader_of
 from async_grpo.verification.namespaces import has_user
 
 TOOLS = "/run/async-grpo"  # inside: programs for jails of generated code, readable by `NOBODY`
 SERVER = "async_grpo.verification.fork_server"
+EXECUTE_NO_TEXT = frozenset({"mathd", "sympy", "math_verify", "countdown", "majority"})
+CODE_EXECUTION = "code_execution"
 
 ALLOWED = """HOME LANG LANGUAGE LD_LIBRARY_PATH LOGNAME PATH PYTHONDONTWRITEBYTECODE PYTHONHOME
     PYTHONPYCACHEPREFIX SHELL TEMP TMP TMPDIR TZ USER VIRTUAL_ENV CONDA_PREFIX HF_HOME HF_HUB_CACHE
@@ -89,7 +83,7 @@ def wanted_isolation(config: VerifierConfig, *, shipped: bool) -> Isolation:
     if shipped:
         becomes_nobody = os.geteuid() == 0 and has_user(NOBODY)
         uid = NOBODY if becomes_nobody else None
-        return Isolation(confined=True, network=False, uid=uid, kind=SHIPPED_REWARDS)
+        return Isolation(confined=True, network=False, uid=uid, kind="shipped rewards")
     return Isolation(
         confined=True,
         network=config.network,

@@ -26,7 +26,7 @@ from typing import IO, Literal
 from async_grpo.util import deadlines
 from async_grpo.util.errors import ConfigError
 from async_grpo.verification import jail, jail_calls, namespaces
-from async_grpo.verification.config import GENERATED_CODE, NOBODY
+from async_grpo.verification.config import NOBODY
 from async_grpo.verification.confinement import NAMESPACES, ONE_THREAD, TOOLS, apart, find_bwrap
 from async_grpo.verification.usage import children, descendants, held_mib, pause_s
 
@@ -87,7 +87,7 @@ def allow_unconfined() -> dict[str, str]:
 
 def confinement() -> dict[str, str]:
     """By kind, why code is not confined; empty: it is. See `types.worker_info`."""
-    return {GENERATED_CODE: what_is_missing()}
+    return {"programs of the model": what_is_missing()}
 
 
 @functools.cache

@@ -24,16 +24,8 @@ from typing import TYPE_CHECKING, Any
 
 from async_grpo.util.errors import ConfigError
 from async_grpo.util.user_code import run_file, run_module, text_of
-from async_grpo.verification.config import (
-    MAX_OPEN_FILES,
-    MAX_PROCESSES,
-    SHIPPED,
-    TIMEOUT_VARIABLE,
-    VerifierConfig,
-    candidates,
-    path_of,
-)
-from async_grpo.verification.graders import UnscorableError
+from async_grpo.verification.config import MAX_PROCESSES, VerifierConfig, candidates, path_of
+from async_grpo.verification.graders import SHIPPED, TIMEOUT_VARIABLE, UnscorableError
 from async_grpo.verification.jail import limit
 from async_grpo.verification.tasks import MAX_REASON_CHARACTERS, Outcome, encode_answer, overrun
 
@@ -42,6 +34,7 @@ if TYPE_CHECKING:  # without numpy a fork server is small, and each fork is quic
 
 JAILER = "async_grpo.verification.jailer"
 MAX_LOAD_ERROR_CHARACTERS = 4000
+MAX_OPEN_FILES = 1024
 NUM_REHEARSALS = 50  # calls after which Python has specialised a function, for all forked children
 CONNECTION_ERRNOS = frozenset(
     {errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH}

@@ -193,7 +193,7 @@ def test_variables_that_once_switched_it_off_are_refused_by_name(
 def test_the_shipped_registry_is_known_by_its_text():
     text = Path(REPOSITORY, "reward_registry.py").read_text()
     assert hashlib.sha256(text.encode()).hexdigest() == verification_config.REGISTRY_SHA256
-    assert {*HARMLESS} == verification_config.EXECUTE_NO_TEXT < {*shipped.SHIPPED}
+    assert {*HARMLESS} == confinement.EXECUTE_NO_TEXT < {*shipped.SHIPPED}
 
 
 def test_the_shipped_registry_is_known_from_any_folder(tmp_path, monkeypatch):

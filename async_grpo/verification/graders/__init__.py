@@ -1,8 +1,9 @@
-"""What an output is worth: graders are plain functions of texts, free of Ray.
+"""Graders: plain functions that give an output its reward, without Ray.
 
-A grader looks only at the generated text and raises `UnscorableError` when that holds no answer.
+A grader reads only the generated text, and raises `UnscorableError` if that holds no answer.
 """
 
-from async_grpo.verification.graders.answers import UnscorableError
+from async_grpo.verification.graders.answers import UnscorableError as UnscorableError
 
-__all__ = ["UnscorableError"]
+SHIPPED = "async_grpo.verification.graders.shipped"
+TIMEOUT_VARIABLE = "ASYNC_GRPO_VERIFIER_TIMEOUT_S"  # read by adapters that divide their time

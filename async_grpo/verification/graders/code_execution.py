@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from async_grpo.verification import jail_calls
-from async_grpo.verification.config import TIMEOUT_VARIABLE
+from async_grpo.verification.graders import TIMEOUT_VARIABLE
 from async_grpo.verification.graders.answers import UnscorableError
 from async_grpo.verification.jailer import run_program, run_tests
 
