@@ -24,9 +24,9 @@ Rank 0 and the other ranks, the controller and each worker are processes of thei
     advantages     ─▶ algorithms/base.finish_group; of a whole step batching/rounds.join
     scores         ─▶ rollout/logprob_worker.logprobs: the reference's, a teacher's
     rounds         ─▶ batching/rounds.offer; batching/batcher._send_rounds
-                     ─▶ batching/rounds.next_round ─▶ batching/outbox.put
+                     ─▶ batching/rounds.next_round ─▶ batching/rounds.put
     every rank     training/stream.__next__ ─▶ controller/controller.next_items
-                     ─▶ batching/outbox.take
+                     ─▶ batching/rounds.take
       by express   ─▶ training/express_receiver.fill
                      ─▶ rollout/logprob_worker.serve_express of teachers
                      ─▶ algorithms/express.exchange: a teacher's logits, straight to the ranks
@@ -52,7 +52,7 @@ Every loop of it, what it waits for, and what unblocks it:
     controller/registry.lease       a worker that is free and  a returned lease, a registration,
                                     serves such weights        controller/updates.publish
     batching/scoring.with_scores    a reference that is due    controller/controller.published
-    training/stream.__next__        its next item              batching/outbox.put, or Ctrl-C
+    training/stream.__next__        its next item              batching/rounds.put, or Ctrl-C
     algorithms/express.exchange   the next chunk's end       sends in the plan's order; a loss
     run/sampled_data.publish            the announcement before    the workers' acknowledgements
     run/recruitment.recruit         a worker of each role      controller/controller.register

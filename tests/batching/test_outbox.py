@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scripted import run
 
-from async_grpo.batching.outbox import Outbox
+from async_grpo.batching.rounds import Outbox
 from async_grpo.util.errors import WorkerError
 
 
