@@ -279,5 +279,5 @@ class ExperienceBatcher:
         """The cut between the step that has just ended and the next one."""
         first = self._rounds.current_step
         ledger = self._ledger.rolled_back(first=first, reason=RESTART)
-        excluded = self._pipeline.workers.quarantine.questions
+        excluded = tuple(sorted(self._pipeline.workers.quarantine.questions))
         return ResumePoint(first.batch, first.step_in_batch, ledger.state(), excluded)

@@ -1,21 +1,21 @@
-"""What a run makes of work that fails: it waits for a server that is away, excludes a question that
-kills workers, or ends.
+"""How a run handles work that fails: it waits for a server that is away, asks verifiers again,
+excludes a question that kills workers, or ends.
 
-consumes:     that an episode waits for a server, for as long as it does; deaths; how slots end
-produces:     a gate for groups of the type of questions whose server is away; questions in
-              quarantine; sentences for people; the error that ends a run in which nothing works
-waits for:    nothing
-unblocked by: the end of each wait, or its deadline
+consumes:     waits of episodes for a server; verdicts; deaths of workers; how slots end
+produces:     a gate that holds back questions of a type whose server is away; final verdicts;
+              quarantined questions; sentences for people; the error that ends a hopeless run
+waits for:    verifiers, and whatever a reward is connected to, up to the stall timeout
+unblocked by: a server or connection that is back; verdicts; a deadline
 
-A worker that dies takes all its requests along, and says not which of them did it. A slot that was
-there at two deaths is on probation: slots on probation are sampled one at a time, so that the next
-death tells. A further one there, and its question is quarantined for the rest of the run.
+A worker that dies takes all its requests along, and does not say which of them killed it. A slot
+with a request at two deaths is on probation: slots on probation are sampled one at a time, so that
+the next death identifies the cause. After a third death its question is quarantined for the run.
 
     deaths   0, 1: ordinary   2: on probation   3: quarantined
 
 With one such question, exactly that one is quarantined: it was there at every death that its
 neighbours saw, so that none of them is on probation before it, and none beside it. Deaths of
-another cause count too: a slot must meet three of them to be quarantined for nothing.
+another cause count too: a slot must meet three of them to be quarantined wrongly.
 """
 
 from __future__ import annotations
@@ -23,31 +23,34 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import NoReturn
 
 from async_grpo.config.roles import ENVIRONMENT
 from async_grpo.environments.base import FailureClass
-from async_grpo.types import OutageRequest, Problem
+from async_grpo.types import OutageRequest, Problem, Verdict, VerificationRequest
 from async_grpo.util.errors import DeadlineError, WorkerError
 
 logger = logging.getLogger(__name__)
-QUARANTINE = "quarantine"  # the stage that loses a question which kills workers
-VERIFICATION = "verification"  # the stage that loses what cannot be graded
-# A batch of which no group comes to a grade for one of these ends the run.
+Requests = tuple[VerificationRequest, ...]
+QUARANTINE = "quarantine"  # stage of a failure: the question kills workers
+VERIFICATION = "verification"  # stage of a failure: an output cannot be graded
+# A batch in which no group is graded, and one failed in one of these stages, ends the run.
 UNGRADED = (VERIFICATION, f"{ENVIRONMENT}: {FailureClass.ENVIRONMENT}")
 PROBATION_DEATHS = 2
 QUARANTINE_DEATHS = 3
-MAX_CAUSES = 50  # kept; what fails in ever new ways is known often enough by then
-SHOWN_INTERVAL_S = 1.0  # an answer to others takes a problem away from the screen
+MAX_CAUSES = 50  # sentences that are kept, one for each kind of failure
+SHOWN_INTERVAL_S = 1.0  # between two reports of a problem: any good answer clears it
 MAX_SEQUENTIAL_FAILURES = 32
-# Of one type among several, that a run ends at: of a rare type few groups may fail by chance.
+# The run ends when this much of one type among several fails: few groups may fail by chance.
 MAX_FAILED_BATCHES, LEAST_FAILED_GROUPS = 3, 8
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 5.0  # between tries: 0.25, 0.5, 1, ... 5, 5, 5
 
 
 class SlotFailed(WorkerError):
-    """A group that could not be finished; `stage` says where it was lost."""
+    """A group could not be finished; `stage` says where it was lost."""
 
     def __init__(self, stage: str, message: str) -> None:
         super().__init__(message)
@@ -58,47 +61,36 @@ class SlotFailed(WorkerError):
 
 
 class WorkProgress:
-    """What has moved, and what is in the way: shared by the stages of a pipeline."""
+    """Good answers, the current problem and past failures: shared by the stages of a pipeline."""
 
     def __init__(self) -> None:
-        self.answers = 0  # good ones, of workers
+        self.answers = 0  # good answers of workers
         self.failures: dict[str, str] = {}  # why groups were dropped: the first of each kind
-        self.problem: Problem | None = None  # why work is being tried again; empty when all is well
-
-    @property
-    def reason(self) -> str:
-        """Of the problem, for people."""
-        return self.problem.reason if self.problem else ""
+        self.problem: Problem | None = None  # why work is tried again; None when all is well
 
     def failed(self, kind: str, sentence: str) -> None:
+        """Keep the first sentence about each kind of failure."""
         if len(self.failures) < MAX_CAUSES:
             self.failures.setdefault(kind, sentence)
 
     def moved(self) -> None:
+        """Count a good answer; it clears the problem."""
         self.answers += 1
         self.problem = None
 
 
 class Quarantine:
-    """Deaths by slot, kept while the slot is open; and the questions excluded by their index."""
+    """Deaths by slot, kept while the slot is open; and the questions that are excluded."""
 
     def __init__(self, questions: Iterable[int] = ()) -> None:
-        self._deaths: dict[Hashable, int] = {}
-        self._questions = set(questions)
-
-    def __contains__(self, question: int) -> bool:
-        return question in self._questions
-
-    @property
-    def questions(self) -> tuple[int, ...]:
-        """Indices of the questions that are not asked any more, in order."""
-        return tuple(sorted(self._questions))
+        self.questions = set(questions)  # indices of those that are not asked any more
+        self._deaths = Counter[Hashable]()
 
     def died(self, slot: Hashable, *, weight: int = 1) -> bool:
-        """A worker died while it had `slot`'s request; whether that was once too often.
+        """A worker died while it had `slot`'s request; return whether that was once too often.
 
-        `weight`: 2 for episodes, which are played again once: alone, so that a neighbour's death
-        is not theirs.
+        `weight`: 2 for episodes, which are played again only once, and alone: the death of a
+        worker with another request does not count against them.
 
         >>> quarantine = Quarantine()
         >>> quarantine.died("a"), quarantine.is_on_probation("a")
@@ -108,33 +100,29 @@ class Quarantine:
         >>> quarantine.died("a")
         True
         """
-        self._deaths[slot] = self._deaths.get(slot, 0) + weight
+        self._deaths[slot] += weight
         return self._deaths[slot] >= QUARANTINE_DEATHS
 
     def is_on_probation(self, slot: Hashable) -> bool:
-        """Whether the slot must be sampled while no other suspect is."""
-        return self._deaths.get(slot, 0) >= PROBATION_DEATHS
+        """Whether the slot must be sampled while no other slot on probation is."""
+        return self._deaths[slot] >= PROBATION_DEATHS
 
     def forget(self, slot: Hashable) -> None:
         """The slot is finished, or failed."""
         self._deaths.pop(slot, None)
 
-    def exclude(self, question: int) -> None:
-        """This question is asked no more."""
-        self._questions.add(question)
-
 
 class Outages:
-    """Servers that are away, by type of question: nothing of it starts or is trained meanwhile.
+    """Servers that are away, by type of question: no group of the type starts or trains meanwhile.
 
-    An episode trained without what it did not need would be a selection.
+    Training only the episodes that did not need the server would bias the sample.
     """
 
     def __init__(self, *, timeout_s: float, progress: WorkProgress) -> None:
-        self.sentences: dict[str, str] = {}  # of the first outage of each type, for people
+        self.sentences: dict[str, str] = {}  # for people: the first outage of each type
         self._timeout_s = timeout_s
         self._progress = progress
-        self._open = Counter[str | None]()  # None: what belongs to no type never stands still
+        self._open = Counter[str | None]()  # by type; None: work without a type is never held back
         self._ended = asyncio.Event()
 
     def is_open(self, dataset_type: str | None) -> bool:
@@ -148,18 +136,25 @@ class Outages:
 
     @contextmanager
     def opened(self, outage: OutageRequest) -> Iterator[None]:
-        """The type of questions stands still."""
-        if not self._open[outage.dataset_type]:
-            self._warn(outage)
-        self._open[outage.dataset_type] += 1
+        """Hold back questions of the outage's type within."""
+        kind = outage.dataset_type
+        if not self._open[kind]:
+            whose = f" of type {kind}" if kind else ""
+            sentence = (
+                f"a server is away, no question{whose} is begun or trained meanwhile; it is asked "
+                f"again for up to --stall-timeout-s {self._timeout_s:g}: {outage.why}"
+            )
+            logger.warning("%s", sentence)
+            self.sentences.setdefault(kind, sentence)
+        self._open[kind] += 1
         try:
             yield
         finally:
-            self._open[outage.dataset_type] -= 1
+            self._open[kind] -= 1
             self._ended.set()
 
     async def last(self, outage: OutageRequest) -> NoReturn:
-        """Until this is cancelled; raises `DeadlineError` when it has lasted for too long."""
+        """Hold it open until cancelled; raise `DeadlineError` after the stall timeout."""
         clock = asyncio.get_running_loop().time
         ends = clock() + self._timeout_s
         with self.opened(outage):
@@ -172,27 +167,19 @@ class Outages:
             "last checkpoint, or begins again"
         )
 
-    def _warn(self, outage: OutageRequest) -> None:
-        whose = f" of type {outage.dataset_type}" if outage.dataset_type else ""
-        sentence = (
-            f"a server is away, no question{whose} is begun or trained meanwhile; it is asked "
-            f"again for up to --stall-timeout-s {self._timeout_s:g}: {outage.why}"
-        )
-        logger.warning("%s", sentence)
-        self.sentences.setdefault(outage.dataset_type, sentence)
-
 
 class FailureLimits:
-    """Counts how slots end; raises `WorkerError` once nothing works any more."""
+    """Counts how slots end; raises `WorkerError` once no slot succeeds any more."""
 
     def __init__(self, *, graded: int | None = None) -> None:
-        """`graded`: a batch that may have had a graded group before the run went on."""
-        # By whether slots are given: where all that is sampled fails, given ones hide nothing.
+        """`graded`: a batch that may have had a graded group before the run was resumed."""
+        # [of sampled slots, of given ones]: given slots that succeed must not hide that all
+        # sampled ones fail.
         self._failures_in_a_row = [0, 0]
-        # By open batch: the types of its graded groups, and (type, why) of those that failed.
+        # By open batch: the types of its graded groups, and (type, failure) of the failed ones.
         self._graded: dict[int, set[str]] = {} if graded is None else {graded: {""}}
         self._failed: dict[int, list[tuple[str, SlotFailed]]] = {}
-        # By type: the failures of the latest batches, in all of which no group was graded.
+        # By type: failures of the latest batches, a list each, while none of its groups is graded.
         self._dead: dict[str, list[list[SlotFailed]]] = {}
 
     def sampled(self, batch: int, *, dataset_type: str = "") -> None:
@@ -201,13 +188,13 @@ class FailureLimits:
         self._graded.setdefault(batch, set()).add(dataset_type)
 
     def given(self) -> None:
-        """A slot of given pairs has ended well."""
+        """A slot of given pairs has succeeded."""
         self._failures_in_a_row[True] = 0
 
     def failed(
         self, batch: int, failure: SlotFailed, *, is_given: bool, dataset_type: str = ""
     ) -> None:
-        """A slot was dropped; it has no type where there is only one, or its pairs are given."""
+        """A slot was dropped. `dataset_type` is empty for given pairs, and if there is one type."""
         self._failed.setdefault(batch, []).append((dataset_type, failure))
         self._failures_in_a_row[is_given] += 1
         if self._failures_in_a_row[is_given] >= MAX_SEQUENTIAL_FAILURES:
@@ -216,7 +203,7 @@ class FailureLimits:
             )
 
     def settled(self, batch: int) -> None:
-        """All slots of a batch have ended: it is about to be counted as trained."""
+        """All slots of a batch have ended, and the batch is about to count as trained."""
         graded, failed = self._graded.pop(batch, set()), self._failed.pop(batch, [])
         ungraded = [failure for _, failure in failed if failure.stage in UNGRADED]
         if ungraded and not graded:
@@ -233,8 +220,76 @@ class FailureLimits:
 
 
 def nothing_graded(of: str, failure: SlotFailed) -> str:
-    """Why a run ends that has nothing to learn from."""
+    """The message of a run that ends because no sample of `of` was graded."""
     return (
         f"at least one sample must be graded, but none of {of} could be: {failure}; once that is "
         "mended, the same command goes on from the last checkpoint, or begins again"
     )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Grading:
+    """Asks verifiers, and again after a failed connection: verifiers retry all else themselves.
+
+    `ask(requests, rewards)` has any verifier grade; it raises `SlotFailed` when none can.
+    """
+
+    ask: Callable[[Requests, tuple[str, ...]], Awaitable[Sequence[Verdict]]]
+    timeout_s: float
+    progress: WorkProgress
+    # By kind: the first sentence about each problem that costs no group, or not yet.
+    warnings: dict[tuple[str, ...], str] = field(default_factory=dict)
+
+    async def verdicts(
+        self, requests: Requests, *, rewards: tuple[str, ...] = ()
+    ) -> tuple[Verdict, ...]:
+        """The final verdict of each request, which may be an error.
+
+        `rewards`: the adapters that grade; empty: those of the question's type.
+        """
+        clock = asyncio.get_running_loop().time
+        started = clock()
+        verdicts = list(await self.ask(requests, rewards))
+        pause_s = FIRST_PAUSE_S
+        while True:
+            self._report(verdicts)
+            away = [n for n, verdict in enumerate(verdicts) if verdict.cause == "connection"]
+            if not away or clock() + pause_s - started > self.timeout_s:
+                break
+            self.progress.problem = Problem(VERIFICATION, f"reward {verdicts[away[0]].reason}")
+            await asyncio.sleep(pause_s)
+            again = await self.ask(tuple(requests[n] for n in away), rewards)
+            for number, verdict in zip(away, again, strict=True):
+                verdicts[number] = verdict
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+        return tuple(verdicts)
+
+    def _report(self, verdicts: Sequence[Verdict]) -> None:
+        for verdict in verdicts:
+            kind = (verdict.adapter, verdict.status, verdict.cause, verdict.place)
+            if verdict.status == "error" and verdict.cause != "connection":
+                self.progress.failed(" ".join(kind), self._sentence(verdict))
+            elif verdict.cause and kind not in self.warnings and len(self.warnings) < MAX_CAUSES:
+                self.warnings[kind] = self._sentence(verdict)
+                logger.warning("%s", self.warnings[kind])
+
+    def _sentence(self, verdict: Verdict) -> str:
+        if verdict.status == "unscorable":
+            return (
+                f"reward {verdict.adapter} {verdict.reason} on an output: such outputs count as "
+                "unscorable, reward 0, as it grades another sample in time; raise the limit if "
+                "they are innocent"
+            )
+        if verdict.cause == "connection":
+            return (
+                f"reward {verdict.reason}: a connection that it needs fails, it is asked again for "
+                f"up to --stall-timeout-s {self.timeout_s:g}"
+            )
+        return f"reward {verdict.reason}: the groups of such outputs are dropped, and counted"
+
+
+def require_graded(verdicts: Sequence[Verdict]) -> None:
+    """Raise `SlotFailed` if one is an error: the whole group is lost."""
+    for verdict in verdicts:
+        if verdict.status == "error":
+            raise SlotFailed(VERIFICATION, f"reward {verdict.reason}")

@@ -17,8 +17,13 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from async_grpo.batching.failures import SlotFailed, WorkProgress
-from async_grpo.batching.grading import Grading, Requests, require_graded
+from async_grpo.batching.failures import (
+    Grading,
+    Requests,
+    SlotFailed,
+    WorkProgress,
+    require_graded,
+)
 from async_grpo.batching.leased_work import (
     AFTER_LOSS_S,
     EvaluationTerms,
@@ -322,7 +327,8 @@ class _Replays:
 
     def worker_lost(self, reason: str) -> None:
         """As `failed`, of a worker that says nothing any more."""
-        why = EpisodeFailed(FailureClass.ENVIRONMENT, self._progress.reason, cause=Cause.STATE)
+        problem = self._progress.problem.reason if self._progress.problem else ""
+        why = EpisodeFailed(FailureClass.ENVIRONMENT, problem, cause=Cause.STATE)
         has_sampled = self._books.has_sampled
         self._again(why, stage=ENVIRONMENT, reason=reason, has_sampled=has_sampled)
 

@@ -101,7 +101,7 @@ class Slots:
             question, request = self.plan.draw(ordinal, attempt=attempt)
             books = SlotBooks(self.ledger, ordinal)
             try:
-                if index in quarantine:
+                if index in quarantine.questions:
                     raise SlotFailed(QUARANTINE, f"its question, number {index}, is in quarantine")
                 group = await self.pipeline.run(
                     question,
@@ -147,9 +147,10 @@ class Slots:
 
     def _exclude(self, index: int, question: Question, failure: SlotFailed) -> None:
         """The question kills workers: it is not asked any more in this run."""
-        if index in self.pipeline.workers.quarantine:
+        excluded = self.pipeline.workers.quarantine.questions
+        if index in excluded:
             return
-        self.pipeline.workers.quarantine.exclude(index)
+        excluded.add(index)
         shown = question.input[:NUM_SHOWN]
         logger.error(
             "question %d is not asked any more in this run: %s; it begins with %r",

@@ -102,13 +102,13 @@ class ServedRun:
     def status(self) -> PipelineStatus:
         """What every stage is doing right now."""
         registries = {role: self._registry_of(role) for role in self._roles}
-        workers = self.pipeline.workers
+        workers, grading = self.pipeline.workers, self.pipeline.grading
         return replace(
             self.batcher.status(),
             workers={role: len(each.members) for role, each in registries.items()},
             worker_tokens=sum(each.num_tokens for each in registries.values()),
             problem=workers.progress.problem,
-            warnings=(*self.pipeline.grading.warnings, *workers.outages.sentences.values()),
+            warnings=(*grading.warnings.values(), *workers.outages.sentences.values()),
             failures=workers.progress.failures,
             controls=self.controls.asked,
         )

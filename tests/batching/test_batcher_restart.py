@@ -185,9 +185,9 @@ def test_a_death_before_the_first_step_has_ended_starts_the_run_again():
 def test_the_questions_in_quarantine_are_known_to_the_next_batcher():
     script = Script(config=make_config())
     running = Run(script)
-    running.served.pipeline.workers.quarantine.exclude(4)
+    running.served.pipeline.workers.quarantine.questions.update((9, 8, 4))
     running.batcher._rounds.current_step = StepKey(0, 0)
     resume = running.batcher._resume_point()
-    assert resume.quarantined == (4,)
+    assert resume.quarantined == (4, 8, 9)
     running.serve(resume)
-    assert running.served.pipeline.workers.quarantine.questions == (4,)
+    assert running.served.pipeline.workers.quarantine.questions == {4, 8, 9}

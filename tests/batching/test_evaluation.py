@@ -134,7 +134,7 @@ def test_a_held_out_question_that_kills_workers_fails_alone_and_excludes_no_othe
     result, running = evaluate(make_script(deadly=frozenset({5})), num_questions=7)
     assert (result.num_samples, result.num_failed) == (24, 4)
     assert result.failures == {"quarantine": 4}
-    assert running.served.pipeline.workers.quarantine.questions == ()
+    assert running.served.pipeline.workers.quarantine.questions == set()
 
 
 def test_a_held_out_question_that_no_worker_takes_in_time_is_counted():

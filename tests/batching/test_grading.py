@@ -5,8 +5,13 @@ import asyncio
 import pytest
 from scripted import make_completion, make_question, make_verdict, run
 
-from async_grpo.batching.failures import MAX_CAUSES, SlotFailed, WorkProgress
-from async_grpo.batching.grading import Grading, require_graded
+from async_grpo.batching.failures import (
+    MAX_CAUSES,
+    Grading,
+    SlotFailed,
+    WorkProgress,
+    require_graded,
+)
 from async_grpo.types import VerificationRequest, WeightsVersion
 
 QUESTION, COMPLETION = make_question(), make_completion(WeightsVersion(7, 0))
@@ -61,12 +66,12 @@ def test_the_first_failure_of_each_kind_is_told_and_no_other():
     grading = make_grading(Pool((GOOD, first, again), (other, again, first)))
     told = "reward mine: ValueError: 1 [mine.py:3]"
     assert lose(grading) == ("verification", told)
-    failures = grading._progress.failures
+    failures = grading.progress.failures
     assert [*failures.values()] == [f"{told}: the groups of such outputs are dropped, and counted"]
     lose(grading)
     assert len(failures) == 2
     assert "ValueError: 3 [mine.py:8]" in [*failures.values()][1]
-    assert grading.warnings == ()
+    assert not grading.warnings
 
 
 def test_ever_new_failures_do_not_fill_the_console():
@@ -74,13 +79,13 @@ def test_ever_new_failures_do_not_fill_the_console():
     grading = make_grading(pool)
     for _ in range(60):
         lose(grading)
-    assert len(grading._progress.failures) == MAX_CAUSES
+    assert len(grading.progress.failures) == MAX_CAUSES
 
 
 def test_an_overrun_that_counts_as_0_is_told_with_its_option():
     grading = make_grading(Pool((GOOD, overrun(), GOOD)))
     assert [verdict.reward for verdict in run(grading.verdicts(REQUESTS))] == [1.0, 0.0, 1.0]
-    (told,) = grading.warnings
+    (told,) = grading.warnings.values()
     assert told.startswith("reward scripted takes longer than --verifier-timeout-s 3 on an output")
     assert "unscorable, reward 0" in told
 
@@ -89,7 +94,7 @@ def test_a_plain_unscorable_answer_is_told_to_nobody():
     unscorable = make_verdict(0.0, status="unscorable", reason="no answer")
     grading = make_grading(Pool((GOOD, unscorable, GOOD)))
     run(grading.verdicts(REQUESTS))
-    assert grading.warnings == ()
+    assert not grading.warnings
 
 
 def test_outputs_whose_connection_failed_and_no_others_are_graded_again_until_it_is_back():
@@ -98,7 +103,7 @@ def test_outputs_whose_connection_failed_and_no_others_are_graded_again_until_it
     assert run(grading.verdicts(REQUESTS)) == (GOOD, GOOD, GOOD)
     assert pool.asked == [[0, 1, 2], [1, 2], [1]]
     assert pool.asked_at == [0.0, 0.25, 0.75]
-    (told,) = grading.warnings
+    (told,) = grading.warnings.values()
     assert "refused [mine.py:9]: a connection that it needs fails, it is asked again" in told
     assert "up to --stall-timeout-s 100" in told
 
@@ -108,4 +113,4 @@ def test_a_connection_that_stays_away_loses_the_group_at_the_stall_timeout():
     grading = make_grading(pool)
     assert lose(grading) == ("verification", "reward mine: ConnectionError: refused [mine.py:9]")
     assert TIMEOUT_S - 6.0 < pool.asked_at[-1] <= TIMEOUT_S
-    assert str(grading._progress.problem).startswith("verification: reward mine: ConnectionError")
+    assert str(grading.progress.problem).startswith("verification: reward mine: ConnectionError")
