@@ -24,8 +24,16 @@ from async_grpo.api.result import Result, Step
 from async_grpo.api.rewards import Reward, RewardFile, reward_file
 from async_grpo.cli.launch_file import launch
 from async_grpo.cli.local_run import LocalRun, options_of_run, planned, read_run
-from async_grpo.cli.origin import TRUST, check_origin, here_or_shared
-from async_grpo.cli.run_file import MAY_REPEAT, as_toml, read_tables, values_in, values_of
+from async_grpo.cli.run_file import (
+    MAY_REPEAT,
+    TRUST,
+    as_toml,
+    check_origin,
+    here_or_shared,
+    read_tables,
+    values_in,
+    values_of,
+)
 from async_grpo.cli.run_processes import COMMAND
 from async_grpo.cli.train import main as train_command
 from async_grpo.config.roles import ENVIRONMENT, GENERATION, LOGPROB, REFERENCE, VERIFIER

@@ -21,7 +21,7 @@ from async_grpo.cli.boundary import command_boundary
 from async_grpo.cli.launch_file import launch, run_here
 from async_grpo.cli.local_run import LocalRun, options_of_run, planned
 from async_grpo.cli.options import CONTEXT
-from async_grpo.cli.origin import shared_folder
+from async_grpo.cli.run_file import shared_folder
 from async_grpo.cli.train import resolved
 from async_grpo.util.errors import ConfigError
 from async_grpo.util.files import replacing

@@ -42,8 +42,7 @@ from async_grpo.cli.local_run import (
     resuming,
 )
 from async_grpo.cli.options import CONTEXT, OptionsCommand
-from async_grpo.cli.origin import trust_option, trust_words
-from async_grpo.cli.run_file import Table, as_toml
+from async_grpo.cli.run_file import Table, as_toml, trust_option, trust_words
 from async_grpo.cli.run_processes import (
     COMMAND,
     CheckBeside,

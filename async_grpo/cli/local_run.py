@@ -20,12 +20,12 @@ from typing import Any
 
 from async_grpo.check.finding import Setup
 from async_grpo.cli.options import is_typed
-from async_grpo.cli.origin import check_origin
 from async_grpo.cli.plot import plot
 from async_grpo.cli.run_file import (
     SHARED_OPTIONS,
     Table,
     as_toml,
+    check_origin,
     read_tables,
     values_in,
     values_of,

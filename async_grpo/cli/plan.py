@@ -18,7 +18,7 @@ from async_grpo.cli.boundary import command_boundary
 from async_grpo.cli.launch_file import launch
 from async_grpo.cli.local_run import RUN_FILE, LocalRun, options_of_run, read_run
 from async_grpo.cli.options import CONTEXT
-from async_grpo.cli.origin import check_origin, trust_option
+from async_grpo.cli.run_file import check_origin, trust_option
 from async_grpo.util.errors import AsyncGrpoError, ConfigError, UnfitModel
 
 if TYPE_CHECKING:

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from async_grpo.cli import origin
+from async_grpo.cli import run_file
 from async_grpo.cli.first_steps import examples
 from async_grpo.cli.launch_file import launch
 from async_grpo.cli.main import main
-from async_grpo.cli.origin import here_or_shared, with_shared
+from async_grpo.cli.run_file import here_or_shared, with_shared
 
 REPOSITORY = Path(__file__).parents[2]
 MODEL = "sample-data/tiny-countdown"
@@ -38,7 +38,7 @@ def test_other_paths_stay_what_they_are(path, elsewhere):
 def test_words_of_a_command_are_quoted_and_lists_are_looked_through(elsewhere, monkeypatch):
     folder = elsewhere / "a b"
     (folder / MODEL).mkdir(parents=True)
-    monkeypatch.setattr(origin, "shared_folder", lambda: folder)
+    monkeypatch.setattr(run_file, "shared_folder", lambda: folder)
     content = {"launch": {"prepare": f"make {MODEL} --x"}, "worker": [{"model_path": MODEL}]}
     found = with_shared(content)
     assert shlex.split(found["launch"]["prepare"]) == ["make", str(folder / MODEL), "--x"]
