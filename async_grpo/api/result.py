@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from async_grpo.cli.plot import MANY
+from async_grpo.cli.plot import MANY, make_page
 from async_grpo.telemetry.jsonl import NewRows
 from async_grpo.telemetry.progress import number, step_line
 from async_grpo.util.run_folder import EVALUATIONS_FILE, METRICS_FILE, newest_checkpoint
@@ -113,8 +113,6 @@ class Result:
 
     def rollouts(self, output: str | Path = "") -> Path:
         """Write the page of what the model wrote (`async-grpo rollouts`), and say where it lies."""
-        from async_grpo.cli.rollouts import make_page
-
         path = Path(output) if output else self.folder / "rollouts.html"
         make_page(self.folder, path)
         return path

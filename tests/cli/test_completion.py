@@ -7,8 +7,7 @@ import pytest
 from click.shell_completion import BashComplete
 from click.testing import CliRunner
 
-from async_grpo.cli.first_steps import PLACES, PROGRAM, VARIABLE
-from async_grpo.cli.main import main
+from async_grpo.cli.main import PLACES, PROGRAM, VARIABLE, main
 
 
 def offered(*words):

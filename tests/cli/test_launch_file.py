@@ -14,9 +14,9 @@ import pytest
 from click.testing import CliRunner
 
 from async_grpo.cli import launch_file
-from async_grpo.cli.first_steps import quickstart
 from async_grpo.cli.launch_file import _file_kept, launch
 from async_grpo.cli.local_run import options_of_run, planned
+from async_grpo.cli.main import quickstart
 from async_grpo.cli.train import config_of, resolved
 from async_grpo.cli.train import main as train
 from async_grpo.cli.worker import main as worker
@@ -329,7 +329,7 @@ def test_a_program_that_is_not_there_is_named_before_anything_starts(file, tmp_p
 def test_options_of_the_quick_start_reach_the_data_and_the_trainer(monkeypatch, tmp_path):
     runs = []
     monkeypatch.chdir(REPOSITORY)
-    monkeypatch.setattr("async_grpo.cli.first_steps.run_here", runs.append)
+    monkeypatch.setattr("async_grpo.cli.main.run_here", runs.append)
     folder = tmp_path / "first"
     typed = f"--num-batches 7 --seed 5 --num-ranks 1 --max-staleness 0 --output-dir {folder}"
     assert CliRunner().invoke(quickstart, typed.split(), catch_exceptions=False).exit_code == 0
@@ -365,7 +365,7 @@ def test_the_quick_start_run_twice_replaces_what_a_quick_start_has_made(
 ):
     monkeypatch.chdir(REPOSITORY)
     runs, folder = [], tmp_path / "first"
-    monkeypatch.setattr("async_grpo.cli.first_steps.run_here", runs.append)
+    monkeypatch.setattr("async_grpo.cli.main.run_here", runs.append)
     again = ["--output-dir", str(folder)]
     assert CliRunner().invoke(quickstart, again, catch_exceptions=False).exit_code == 0
     (folder / "checkpoints" / "batch_9").mkdir(parents=True)

@@ -7,9 +7,8 @@ import pytest
 from click.testing import CliRunner
 
 from async_grpo.cli import run_file
-from async_grpo.cli.first_steps import examples
 from async_grpo.cli.launch_file import launch
-from async_grpo.cli.main import main
+from async_grpo.cli.main import examples, main
 from async_grpo.cli.run_file import here_or_shared, with_shared
 
 REPOSITORY = Path(__file__).parents[2]
