@@ -91,7 +91,7 @@ class Talk:
     renderer: Any
 
     async def dialogue(self, *, tools: Sequence[Any] = ()) -> Any:
-        from async_grpo.environments.chat.dialogue import Dialogue
+        from async_grpo.environments.chat.messages import Dialogue
 
         return Dialogue(self.renderer, tools=tools)
 

@@ -21,8 +21,7 @@ from numpy.typing import ArrayLike
 
 from async_grpo.environments.causes import Cause
 from async_grpo.environments.causes import ModelError as ModelError  # authors find it here
-from async_grpo.environments.chat.dialogue import Dialogue
-from async_grpo.environments.chat.messages import Message, ToolSpec
+from async_grpo.environments.chat.messages import Dialogue, Message, ToolSpec
 from async_grpo.environments.judging import VerdictForm
 from async_grpo.types import Episode, Question, Turn, Verdict
 from async_grpo.util.errors import WorkerError, escaped

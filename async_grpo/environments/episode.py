@@ -20,8 +20,7 @@ from numpy.typing import ArrayLike, NDArray
 from async_grpo.config.roles import ENVIRONMENT, GENERATION, VERIFIER, judge, service
 from async_grpo.environments.base import EpisodeFailed, FailureClass
 from async_grpo.environments.causes import Outage, reach
-from async_grpo.environments.chat.dialogue import Dialogue
-from async_grpo.environments.chat.messages import Message, Renderer, ToolSpec
+from async_grpo.environments.chat.messages import Dialogue, Message, Renderer, ToolSpec
 from async_grpo.environments.judging import VerdictForm
 from async_grpo.types import (
     Episode,

@@ -26,9 +26,8 @@ from async_grpo.cluster.handles import CONTROLLER, WHO, ControllerClient, RunCli
 from async_grpo.config.command_options import TOKEN_VARIABLE
 from async_grpo.config.roles import GENERATION
 from async_grpo.config.run_options import PlaceOptions
-from async_grpo.environments.chat.dialogue import Dialogue
 from async_grpo.environments.chat.find import find_renderer, find_tokenizer
-from async_grpo.environments.chat.messages import ToolSpec
+from async_grpo.environments.chat.messages import Dialogue, ToolSpec
 from async_grpo.gateway.app import Server, in_background, listening, make_app
 from async_grpo.gateway.sampler import Ask, Refused
 from async_grpo.gateway.session import Session, Sessions

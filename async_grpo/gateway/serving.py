@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING
 
 from async_grpo.config.command_options import TOKEN_VARIABLE, ServeConfig, worker_options
 from async_grpo.config.worker_config import WorkerConfig
-from async_grpo.environments.chat.dialogue import Dialogue
 from async_grpo.environments.chat.find import find_renderer, find_tokenizer
-from async_grpo.environments.chat.messages import ToolSpec
+from async_grpo.environments.chat.messages import Dialogue, ToolSpec
 from async_grpo.gateway.app import Server, make_app
 from async_grpo.gateway.sampler import Ask
 from async_grpo.gateway.session import Limits, Session, Sessions

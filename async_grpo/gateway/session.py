@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from async_grpo.environments.chat.dialogue import Dialogue
-from async_grpo.environments.chat.messages import Tokenizer, ToolSpec
+from async_grpo.environments.chat.messages import Dialogue, Tokenizer, ToolSpec
 from async_grpo.gateway.sampler import Ask, Refused, Sampler
 from async_grpo.types import Turn
 

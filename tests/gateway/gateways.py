@@ -8,7 +8,7 @@ import numpy as np
 import openai
 from families import tokenizer_of
 
-from async_grpo.environments.chat.dialogue import Dialogue
+from async_grpo.environments.chat.messages import Dialogue
 from async_grpo.environments.chat.template import TemplateRenderer
 from async_grpo.gateway.app import Server, make_app
 from async_grpo.gateway.session import Session, Sessions

@@ -1,7 +1,7 @@
-"""From a model and the name that `--renderer` gives to a renderer; loads the model's tokenizer.
+"""Finds the renderer of a model by the name that `--renderer` gives; loads the model's tokenizer.
 
-The package `renderers` knows families of models by hand. Among them those that think, whose
-templates drop old thoughts, and those with tool calls in forms of their own.
+The package `renderers` has a renderer for each of many families of models. Some of these think,
+and their templates drop old thoughts; some write tool calls in another form than Hermes.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ PROBLEMS = {
 
 def find_tokenizer(model: str) -> Tokenizer:
     """Hugging Face's tokenizer of a folder, or of a name on a hub."""
-    with LOADING:  # transformers fails where several threads import it at once
+    with LOADING:  # transformers fails if several threads import it at once
         return _tokenizer(model)
 
 
 @functools.cache
 def _tokenizer(model: str) -> Tokenizer:
-    from transformers import AutoTokenizer  # seconds, which only who chats is to wait
+    from transformers import AutoTokenizer  # takes seconds, so only if a tokenizer is needed
 
     return AutoTokenizer.from_pretrained(model)
 
 
 @functools.cache
 def find_renderer(model: str, name: str = AUTO) -> Renderer:
-    """The renderer `name`; auto: of the model's family where its name says that, else its template.
+    """The renderer `name`; auto: the family's if the model's name is known, else its template.
 
-    Raises `ConfigError` for a name that is none, `UnfitModel` for a model that it cannot serve.
+    Raises `ConfigError` for an unknown name, `UnfitModel` for a model that it cannot serve.
     """
     tokenizer = find_tokenizer(model)
     name = (known_family(model) or TEMPLATE) if name == AUTO else name
@@ -62,10 +62,10 @@ def find_renderer(model: str, name: str = AUTO) -> Renderer:
 
 
 def library_renderer(tokenizer: Tokenizer, *, name: str) -> Renderer:
-    """The library's renderer `name`.
+    """The renderer `name` of the package `renderers`.
 
     Raises:
-        ConfigError: there is none of that name, or no library.
+        ConfigError: it has none of that name, or is not installed.
         UnfitModel: the tokenizer is of another family.
     """
     try:
@@ -77,13 +77,13 @@ def library_renderer(tokenizer: Tokenizer, *, name: str) -> Renderer:
             "--no-deps renderers==0.1.12 prime-pydantic-config==0.4.3`"
         ) from error
     _populate_registry()
-    known = sorted(set(RENDERER_REGISTRY) - {"default"})  # which knows no tools, and extends none
+    known = sorted(set(RENDERER_REGISTRY) - {"default"})  # it has no tools, and extends no prompt
     if name not in known:
         names = ", ".join(["auto", "template", *known])
         raise ConfigError(f"--renderer must be one of {names}, got {name!r}")
     try:
         return LibraryRenderer(tokenizer, create_renderer(tokenizer, config_from_name(name)))
-    except Exception as error:  # assertions, KeyErrors: whatever a token that is missing causes
+    except Exception as error:  # a missing token may cause any, such as a KeyError
         raise UnfitModel(
             f"--renderer {name} does not fit the tokenizer of {tokenizer.name_or_path} ({error}): "
             "name that of the model's family, or --renderer auto"
@@ -91,7 +91,7 @@ def library_renderer(tokenizer: Tokenizer, *, name: str) -> Renderer:
 
 
 def known_family(folder: str) -> str:
-    """The library's renderer of a model from the hub, by its exact name; empty: it has none."""
+    """The name of the package's renderer for a model of the hub, by its exact name; empty: none."""
     try:
         from renderers.base import MODEL_RENDERER_MAP
     except ImportError:
@@ -102,7 +102,7 @@ def known_family(folder: str) -> str:
 
 
 class LibraryRenderer:
-    """See `Renderer`: the library's."""
+    """See `Renderer`: one of the package `renderers`."""
 
     is_plain = False
 
@@ -110,17 +110,13 @@ class LibraryRenderer:
         self._renderer = renderer
         self._cleaner = Cleaner(tokenizer)
         self.stop_token_ids = tuple(renderer.get_stop_token_ids())
-        self.render([{"role": "user", "content": "a"}])  # which raises where tokens are missing
+        self.render([{"role": "user", "content": "a"}])  # raises if tokens are missing
 
     def render(self, messages: Sequence[Message], *, tools: Sequence[ToolSpec] = ()) -> list[int]:
         """See `Renderer`."""
-        return _checked(
-            self._renderer.render_ids(
-                self._cleaner.messages(messages),
-                tools=self._cleaner.tools(tools) or None,
-                add_generation_prompt=True,
-            )
-        )
+        clean, specs = self._cleaner.clean(messages, tools)
+        ids = self._renderer.render_ids(clean, tools=specs or None, add_generation_prompt=True)
+        return _checked(ids)
 
     def parse(
         self,
@@ -146,11 +142,9 @@ class LibraryRenderer:
     ) -> list[int] | None:
         """See `Renderer`."""
         known = [*prompt_ids, *sampled_ids]
+        clean, specs = self._cleaner.clean(messages, tools)
         bridged = self._renderer.bridge_to_next_turn(
-            list(prompt_ids),
-            list(sampled_ids),
-            self._cleaner.messages(messages),
-            tools=self._cleaner.tools(tools) or None,
+            list(prompt_ids), list(sampled_ids), clean, tools=specs or None
         )
         if bridged is None or list(bridged.token_ids[: len(known)]) != known:
             return None
@@ -158,7 +152,7 @@ class LibraryRenderer:
 
 
 def _call(parsed: Any) -> ToolCall:
-    """A call as we know it; one of an undeclared tool is refused where it would be called."""
+    """A call of the package as ours; a call of an unknown tool is refused by the `Toolbox`."""
     problem = PROBLEMS.get(str(parsed.status), "")
     arguments = {} if parsed.arguments is None else parsed.arguments
     if not problem and not isinstance(parsed.name, str):

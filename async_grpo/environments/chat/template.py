@@ -1,8 +1,8 @@
-"""Rendering by the model's own chat template, for those that never rewrite what was said.
+"""Renders by the model's own chat template, if that never rewrites earlier turns.
 
-That is ChatML without thinking (SmolLM2, Qwen2.5), and every other template that closes the
-assistant's turn with a token of its own. Calls of tools are written as Hermes does, which most
-models with ChatML have learnt; the words of the system message are those of Qwen2.5's template.
+Such are ChatML without thinking (SmolLM2, Qwen2.5), and every other template that closes the
+assistant's turn with a special token. Tool calls have the form of Hermes, which most models with
+ChatML have learnt; the words of the system message are those of Qwen2.5's template.
 
     <tool_call>
     {"name": "calculator", "arguments": {"expression": "2*3"}}
@@ -24,19 +24,17 @@ from async_grpo.environments.chat.messages import (
     Tokenizer,
     ToolCall,
     ToolSpec,
+    tool_spec,
     wrong_arguments,
 )
 from async_grpo.util.errors import UnfitModel
 
 REMEDY = "name the renderer of its family with --renderer (see `pip install renderers`)"
 MARK = "what-was-said"
-ASKED: list[Shaped] = [
-    {"role": "user", "content": "a"},
-    {"role": "assistant", "content": MARK},
-]
+ASKED: list[Shaped] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": MARK}]
 THOUGHT = f"<think>\nb\n</think>\n\n{MARK}"
 NAME = "probe-tool"
-TOOL = {"type": "function", "function": {"name": NAME, "description": "", "parameters": {}}}
+TOOL = tool_spec(NAME, "", {})
 CALL = {"id": "1", "type": "function", "function": {"name": NAME, "arguments": {}}}
 CALLED = [ASKED[0], {"role": "assistant", "content": "", "tool_calls": [CALL]}]
 BLOCK = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
@@ -55,7 +53,6 @@ class TemplateRenderer:
     is_plain = True
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        """`tokenizer` is Hugging Face's, or anything with the members of theirs used here."""
         self._tokenizer = tokenizer
         tokens = tokenizer.added_tokens_decoder
         control = [str(token) for token in tokens.values() if token.special]
@@ -74,8 +71,7 @@ class TemplateRenderer:
 
     def render(self, messages: Sequence[Message], *, tools: Sequence[ToolSpec] = ()) -> list[int]:
         """See `Renderer`."""
-        clean = self._cleaner.messages(messages)
-        return self._ids(self._text(clean, self._cleaner.tools(tools), is_asked=True))
+        return self._ids(self._text(*self._cleaner.clean(messages, tools), is_asked=True))
 
     def parse(
         self,
@@ -85,10 +81,10 @@ class TemplateRenderer:
         tools: Sequence[ToolSpec] = (),
     ) -> Reply:
         """See `Renderer`."""
-        said = list(sampled_ids)
-        if said and said[-1] in self.stop_token_ids:
-            said.pop()
-        text = self._tokenizer.decode(said, skip_special_tokens=False)
+        ids = list(sampled_ids)
+        if ids and ids[-1] in self.stop_token_ids:
+            ids.pop()
+        text = self._tokenizer.decode(ids, skip_special_tokens=False)
         return read_reply(text) if tools else Reply(text)
 
     def extend(
@@ -99,8 +95,8 @@ class TemplateRenderer:
         messages: Sequence[Message],
         tools: Sequence[ToolSpec] = (),
     ) -> list[int] | None:
-        """See `Renderer`; a turn that was cut off gets its end as something that is read."""
-        new, clean_tools = self._cleaner.messages(messages), self._cleaner.tools(tools)
+        """See `Renderer`; a turn that was cut off gets its end token, which is not trained."""
+        new, clean_tools = self._cleaner.clean(messages, tools)
         before = self._until_said(self._text(ASKED, clean_tools))
         after = self._text([*ASKED, *new], clean_tools, is_asked=True)
         if not after.startswith(before):
@@ -110,13 +106,9 @@ class TemplateRenderer:
         return [*prompt_ids, *sampled_ids, *([self._end_id] * is_cut), *added]
 
     def _text(
-        self,
-        messages: Sequence[Shaped],
-        tools: Sequence[Shaped] = (),
-        *,
-        is_asked: bool = False,
+        self, messages: Sequence[Shaped], tools: Sequence[Shaped] = (), *, is_asked: bool = False
     ) -> str:
-        """The template's text; `is_asked`: up to where the model's words begin."""
+        """The template's text; `is_asked`: up to the start of the model's next turn."""
         has_tools = tools or any(m["role"] == "tool" or "tool_calls" in m for m in messages)
         if has_tools and self._call_form == "unknown":
             form = "writes tool calls in a form of its own"
@@ -135,21 +127,24 @@ class TemplateRenderer:
                 add_generation_prompt=is_asked,
                 tokenize=False,
             )
-        except Exception as error:  # a template is a program, which raises what it likes
+        except Exception as error:  # a template is a program and may raise anything
             raise MessagesError(
                 f"the chat template of {self._name} does not take these messages: {error}"
             ) from error
         return str(text)
 
     def _until_said(self, text: str) -> str:
-        """The text until the end of the assistant's turn; some templates close texts, too."""
+        """The text up to the end of the turn with `MARK`; some templates add a last end token."""
         return text[: text.rindex(MARK)] + MARK + self._end
 
     def _ids(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _end_of_turn(self, control: Sequence[str]) -> str:
-        """The token behind the assistant's words, which must stay as they are."""
+        """The token that ends the assistant's turn.
+
+        Raises `UnfitModel` if there is none, or if the template rewrites earlier turns.
+        """
         thought = [ASKED[0], {"role": "assistant", "content": THOUGHT}]
         before, after = (self._templated(said, ()) for said in (thought, [*thought, ASKED[0]]))
         rest = before.rpartition(MARK)[2]
@@ -161,14 +156,14 @@ class TemplateRenderer:
         return end
 
     def _find_call_form(self) -> str:
-        """How the template writes tools: as `hermes`, in a form that is `unknown`, or `none`."""
+        """How the template writes tools: `hermes`, `unknown` (another form), or `none`."""
         if NAME not in self._templated(ASKED, [TOOL]):
             return "none"
         try:
             text = self._templated(CALLED, [TOOL])
         except MessagesError:
             return "unknown"
-        names = [call.name for call in read_reply(text).tool_calls]  # behind the instructions' own
+        names = [call.name for call in read_reply(text).tool_calls]  # the instructions' first
         return "hermes" if names[-1:] == [NAME] else "unknown"
 
     @property
@@ -180,7 +175,7 @@ class TemplateRenderer:
 
 
 def read_reply(text: str) -> Reply:
-    """What a turn says beside its calls, and the calls, broken ones too.
+    """The content and the calls of a turn, also those that cannot be called.
 
     >>> read_reply('So:\\n<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>').content
     'So:'
@@ -190,7 +185,7 @@ def read_reply(text: str) -> Reply:
 
 
 def flattened(messages: Sequence[Shaped], tools: Sequence[Shaped]) -> list[Shaped]:
-    """The same conversation for a template that knows no tools: they and their calls are text."""
+    """The conversation for a template without tools: these and their calls become text."""
     flat = [_plain(message) for message in messages]
     if tools:
         listed = HOW_TO_CALL.format(tools="\n".join(map(json.dumps, tools)))

@@ -1,6 +1,6 @@
-"""What a model may call between its turns: Python functions, code in the jail, servers of tools.
+"""Tools that a model calls between its turns: Python functions, code in the jail, MCP servers.
 
-    a reply's calls ─▶ toolbox.answer ─▶ base.Tool.call of each ─▶ what the model reads next
+    a reply's calls ─▶ Toolbox.answer ─▶ Tool.call of each ─▶ messages that the model reads next
 
 `function.py`, `code.py` and `mcp.py` are kinds of tools; `environment.py` is the environment of a
 model that calls tools until it answers. No Ray or torch here.

@@ -1,6 +1,6 @@
-"""What a tool is, and what may go wrong with a call.
+"""Defines tools and the results of their calls.
 
-A mistake of the model's is something that it reads; whatever else fails is an error of the episode.
+The model reads the message of its own mistakes; any other failure is an error of the episode.
 """
 
 from __future__ import annotations
@@ -14,33 +14,33 @@ from async_grpo.environments.chat.messages import ToolSpec
 
 
 class ToolMistake(ModelError, ValueError):
-    """What the model wrote cannot be done; the message says why, in words for the model."""
+    """A call that the model wrote cannot be carried out; the message tells the model why."""
 
 
 class Tool(Protocol):
-    """Something that a model may call, from many episodes at a time."""
+    """A function that a model may call, from many episodes at a time."""
 
     @property
     def spec(self) -> ToolSpec:
-        """What the model is told of it."""
+        """Its description, which the model reads."""
 
     async def call(self, arguments: Mapping[str, object]) -> str:
-        """What the model reads.
+        """The result, which the model reads.
 
         Raises `ToolMistake`, or any `ModelError`, for the model's own mistakes. A connection that
-        fails is made again while its server is away; anything else fails the episode's group. A
-        tool whose `is_idempotent` is true may be called twice for one call of the model's.
+        fails is made again while its server is away; any other error fails the episode's group. A
+        tool whose `is_idempotent` is true may be called twice for one call that the model wrote.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """What one call has given."""
+    """The result of one call."""
 
     call_id: str
     name: str
     text: str
-    is_mistake: bool = False  # of the model's
+    is_mistake: bool = False  # the model's
 
     def message(self) -> dict[str, object]:
         """The message that answers the call."""

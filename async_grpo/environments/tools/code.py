@@ -1,19 +1,16 @@
-"""Programs of the model's, run in the jail of generated code: no network, no files, bounded."""
+"""Runs programs that the model writes in a jail: without network and files, within limits."""
 
 from __future__ import annotations
 
-import asyncio
 import os
 import time
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
-from async_grpo.environments.chat.messages import ToolSpec
 from async_grpo.environments.tools.function import FunctionTool
 from async_grpo.verification.jailer import MEMORY_MIB, require_jail, run_program
 
 MAX_SECONDS = 10.0
-# What a program raises is something that its author reads.
+# The model reads the traceback of its program.
 SHOWN = """\
 import sys, traceback
 sys.stderr = sys.stdout
@@ -31,30 +28,21 @@ ENDINGS = {
 }
 
 
-class PythonTool:
-    """See `base.Tool`: `run_python(code)`, each program in a jail of its own.
+class PythonTool(FunctionTool):
+    """See `base.Tool`: `run_python(code)`, which runs each program in a new jail.
 
-    Raises `ConfigError` where programs cannot be confined.
+    Raises `ConfigError` where programs cannot be confined; `call` raises `JailError` when nothing
+    could be run.
     """
-
-    is_idempotent = True  # nothing is kept between two programs
 
     def __init__(self, *, max_seconds: float = MAX_SECONDS) -> None:
         require_jail()
+        super().__init__(self.run_python, is_idempotent=True)
         self._max_seconds = max_seconds
         self._threads = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="jail")
-        self._run_python = FunctionTool(self.run_python)
-        self.spec: ToolSpec = self._run_python.spec
 
-    async def call(self, arguments: Mapping[str, object]) -> str:
-        """See `Tool`; `JailError` when nothing could be run."""
-        return await self._run_python.call(arguments)
-
-    async def run_python(self, code: str) -> str:
+    def run_python(self, code: str) -> str:
         """Runs a Python program, and gives what it prints. Nothing is kept between two programs."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._ran, code)
-
-    def _ran(self, code: str) -> str:
         result = run_program(
             SHOWN.format(code=code),
             b"",

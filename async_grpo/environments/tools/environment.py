@@ -4,7 +4,7 @@
         tools = (calculate,)
         max_turns = 4
 
-The rewards see its last turn.
+The rewards grade its last turn.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from async_grpo.types import Episode, Question
 
 
 class ToolEnvironment(Environment):
-    """Derive, and name the tools."""
+    """Derive from it, and set `tools`."""
 
     tools: Sequence[Tool] = ()
     max_turns = 8
@@ -30,15 +30,15 @@ class ToolEnvironment(Environment):
         self._opening = asyncio.Lock()  # many episodes begin at once
 
     def messages(self, question: Question) -> list[Message]:
-        """What the model is asked."""
+        """The messages before the model's first turn."""
         return [{"role": "user", "content": question.input}]
 
     async def open(self) -> Toolbox:
-        """The tools, opened once for all episodes; those of a server are asked for here."""
+        """Open the tools, once for all episodes; override it for the tools of a server."""
         return Toolbox(self.tools)
 
     async def play(self, question: Question, policy: Policy, services: Services) -> Episode:
-        """Turns of the model with the results of its calls between them, until it calls nothing."""
+        """See `Environment`: turns with the results of their calls, until one has no calls."""
         async with self._opening:
             self._toolbox = toolbox = self._toolbox or await self.open()
         dialogue = await services.dialogue(tools=toolbox.specs)

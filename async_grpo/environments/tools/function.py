@@ -1,4 +1,4 @@
-"""A Python function as a tool: its typed arguments say what the model may write.
+"""A Python function as a tool: the types of its arguments decide what the model may write.
 
 @tool
 def divide(dividend: int, divisor: int) -> str:
@@ -21,11 +21,11 @@ from typing import Any, NotRequired, get_type_hints, overload
 from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError, with_config
 from typing_extensions import TypedDict
 
-from async_grpo.environments.chat.messages import ToolSpec
+from async_grpo.environments.chat.messages import tool_spec
 from async_grpo.environments.tools.base import ToolMistake
 from async_grpo.util.errors import ConfigError
 
-MAX_THREADS = 32  # of one tool; calls that never return keep theirs
+MAX_THREADS = 32  # of one tool; a call that never returns keeps its thread
 
 
 @overload
@@ -40,7 +40,7 @@ def tool(function: Callable[..., object] | None = None, *, is_idempotent: bool =
 
 
 class FunctionTool:
-    """See `base.Tool`; what is not async runs in a thread.
+    """See `base.Tool`; a function that is not async runs in a thread.
 
     Raises `ConfigError` for a function whose arguments have no types, or no names.
     """
@@ -50,14 +50,8 @@ class FunctionTool:
         self._function = function
         self._arguments = _arguments_of(function)
         self._threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix=function.__name__)
-        self.spec: ToolSpec = {
-            "type": "function",
-            "function": {
-                "name": function.__name__,
-                "description": inspect.getdoc(function) or "",
-                "parameters": _without_titles(self._arguments.json_schema()),
-            },
-        }
+        parameters = _without_titles(self._arguments.json_schema())
+        self.spec = tool_spec(function.__name__, inspect.getdoc(function) or "", parameters)
 
     async def call(self, arguments: Mapping[str, object]) -> str:
         """See `Tool`."""
@@ -75,7 +69,7 @@ class FunctionTool:
 
 
 def _arguments_of(function: Callable[..., object]) -> TypeAdapter[dict[str, object]]:
-    """Validates a call's arguments, of which none but the function's own are allowed."""
+    """What validates the arguments of a call; names that the function does not have are refused."""
     hints = get_type_hints(function, include_extras=True)
     fields: dict[str, object] = {}
     for name, parameter in inspect.signature(function).parameters.items():
@@ -88,7 +82,7 @@ def _arguments_of(function: Callable[..., object]) -> TypeAdapter[dict[str, obje
         is_needed = parameter.default is parameter.empty
         fields[name] = hints[name] if is_needed else NotRequired[hints[name]]
     try:
-        # pydantic reads typing_extensions' TypedDict alone before Python 3.12.
+        # Before Python 3.12 pydantic reads only the TypedDict of typing_extensions.
         arguments = TypedDict(function.__name__, fields)  # type: ignore[misc]
         closed: Any = with_config(ConfigDict(extra="forbid"))(arguments)
         return TypeAdapter(closed)
@@ -100,12 +94,11 @@ def _arguments_of(function: Callable[..., object]) -> TypeAdapter[dict[str, obje
 
 
 def _without_titles(schema: object) -> object:
-    """The schema without what repeats the names."""
+    """The schema without its titles, which repeat the names."""
     if isinstance(schema, dict):
-        kept = {key: value for key, value in schema.items() if not _is_title(key, value)}
-        return {key: _without_titles(value) for key, value in kept.items()}
+        return {
+            key: _without_titles(value)
+            for key, value in schema.items()
+            if key != "title" or not isinstance(value, str)
+        }
     return [_without_titles(each) for each in schema] if isinstance(schema, list) else schema
-
-
-def _is_title(key: str, value: object) -> bool:
-    return key == "title" and isinstance(value, str)

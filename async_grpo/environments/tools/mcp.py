@@ -1,10 +1,10 @@
-"""Tools of a server that speaks the Model Context Protocol: a command of ours, or a URL.
+"""Tools of a server of the Model Context Protocol: a command that is started here, or a URL.
 
     server = McpServer(["uvx", "some-server"])    # by its standard input and output
     server = McpServer("http://127.0.0.1:8000/mcp")
     Toolbox(await server.tools())
 
-A connection is made when it is first needed, and again after it was lost.
+`McpServer` connects before the first request, and again after a connection was lost.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mcp.client.stdio import get_default_environment
 from mcp.client.streamable_http import streamable_http_client
 from mcp.shared.message import SessionMessage
 
-from async_grpo.environments.chat.messages import ToolSpec
+from async_grpo.environments.chat.messages import tool_spec
 from async_grpo.environments.tools.base import ToolMistake
 from async_grpo.util.deadlines import TOOL_SERVER_S
 from async_grpo.util.errors import ServerAway
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 MAX_BYTES = 16 << 20  # of one answer
 Incoming = MemoryObjectSendStream[SessionMessage | Exception]
 Outgoing = AsyncIterable[SessionMessage]
-Streams = tuple[Any, Any]  # of messages from the server, and to it: of no public type
+Streams = tuple[Any, Any]  # messages from the server, and to it; their types are not public
 Call = Mapping[str, object]
 
 
@@ -47,17 +47,17 @@ class McpServer:
     def __init__(
         self, server: str | Sequence[str], *, environment: Mapping[str, str] | None = None
     ) -> None:
-        """`server`: a URL, or the words of a command, whose `environment` is not inherited."""
+        """`server`: a URL, or the words of a command, which gets `environment` and not ours."""
         self._server = server
         self._environment = dict(environment or {})
         self._making = asyncio.Lock()
         self._serving: asyncio.Task[None] | None = None
         self._client: Client | None = None
         self._answered_s = 0.0
-        self._unsent: list[Call] = []  # of this connection: calls that did not reach the server
+        self._unsent: list[Call] = []  # calls of this connection that did not reach the server
 
     async def tools(self) -> tuple[McpTool, ...]:
-        """What the server offers; raises whatever keeps it from saying so."""
+        """The tools of the server; raises any error of the connection."""
         client = await self._connected()
         async with asyncio.timeout(TOOL_SERVER_S):
             page = await client.list_tools()
@@ -68,7 +68,7 @@ class McpServer:
         return tuple(McpTool(self, tool) for tool in listed)
 
     async def call(self, name: str, arguments: Mapping[str, object]) -> str:
-        """One call; raises `ToolMistake` for what the server says is wrong with it."""
+        """Call a tool; raises `ToolMistake` for an error that the server reports."""
         client, asked_s = await self._connected(), time.monotonic()
         try:
             result = await client.call_tool(name, dict(arguments))
@@ -82,7 +82,7 @@ class McpServer:
             if error.code == types.CONNECTION_CLOSED:
                 raise ConnectionError(f"{self._server}: {error}") from error
             raise
-        except BaseException:  # also of a call that is given up: did others get answers meanwhile?
+        except BaseException:  # cancelled too: a server that answered no other call is lost
             if self._answered_s < asked_s:
                 self._lose(client)
             raise
@@ -93,7 +93,7 @@ class McpServer:
         return text
 
     async def close(self) -> None:
-        """End the connection, and the server where it is a command."""
+        """End the connection, and the server if it is a command."""
         if self._serving:
             self._serving.cancel()
             await asyncio.wait({self._serving}, timeout=TOOL_SERVER_S)
@@ -119,16 +119,16 @@ class McpServer:
             return self._client
 
     async def _serve(self, made: asyncio.Future[Client]) -> None:
-        """Hold the connection: it ends in the task that has begun it."""
+        """Hold the connection, which has to end in the task that began it."""
         try:
             async with Client(self._transport()) as client:
                 made.set_result(client)
                 await asyncio.Event().wait()
-        except Exception as error:  # of a server that may do anything
+        except Exception as error:  # a server may cause any
             if made.done():
                 logger.warning("the tools of %s have been lost: %r", self._server, error)
             elif isinstance(error, FileNotFoundError | PermissionError):
-                made.set_exception(error)  # there is no such command, and none will come
+                made.set_exception(error)  # trying again would not help
             else:
                 made.set_exception(ServerAway(f"no tools of {self._server}: {error!r}"))
 
@@ -147,14 +147,7 @@ class McpTool:
         self._name = tool.name
         hints = tool.annotations or types.ToolAnnotations()
         self.is_idempotent = bool(hints.idempotent_hint or hints.read_only_hint)
-        self.spec: ToolSpec = {
-            "type": "function",
-            "function": {
-                "name": tool.name,
-                "description": tool.description or "",
-                "parameters": tool.input_schema,
-            },
-        }
+        self.spec = tool_spec(tool.name, tool.description or "", tool.input_schema)
 
     async def call(self, arguments: Mapping[str, object]) -> str:
         """See `Tool`."""
@@ -170,7 +163,7 @@ def _text_of(result: types.CallToolResult) -> str:
 async def _over_pipes(
     command: Sequence[str], environment: dict[str, str]
 ) -> AsyncIterator[Streams]:
-    """A server of ours. The package's own transport would take a line without end into memory."""
+    """Start a server. The transport of `mcp` would read a line of any length into memory."""
     process = await asyncio.create_subprocess_exec(
         *command,
         stdin=asyncio.subprocess.PIPE,
@@ -180,11 +173,11 @@ async def _over_pipes(
         start_new_session=True,
     )
     assert process.stdin and process.stdout, "both are pipes"
-    heard, incoming = anyio.create_memory_object_stream[SessionMessage | Exception](0)
-    outgoing, said = anyio.create_memory_object_stream[SessionMessage](0)
+    received, incoming = anyio.create_memory_object_stream[SessionMessage | Exception](0)
+    outgoing, to_send = anyio.create_memory_object_stream[SessionMessage](0)
     tasks = [
-        asyncio.create_task(_listen(process.stdout, heard)),
-        asyncio.create_task(_speak(process.stdin, said, heard)),
+        asyncio.create_task(_receive(process.stdout, received)),
+        asyncio.create_task(_send(process.stdin, to_send, received)),
     ]
     try:
         yield incoming, outgoing
@@ -197,30 +190,30 @@ async def _over_pipes(
         await process.wait()
 
 
-async def _listen(stdout: asyncio.StreamReader, heard: Incoming) -> None:
-    """One message a line; what is none ends the connection, as the end of the server does."""
-    async with heard:
+async def _receive(stdout: asyncio.StreamReader, received: Incoming) -> None:
+    """Read a message a line; any other line ends the connection, as the server's end does."""
+    async with received:
         try:
             while line := await stdout.readline():
                 message = types.jsonrpc_message_adapter.validate_json(line, by_name=False)
-                await heard.send(SessionMessage(message))
+                await received.send(SessionMessage(message))
         except ValueError as error:
             logger.warning("a server of tools wrote what is no message: %s", str(error)[:500])
 
 
-async def _speak(stdin: asyncio.StreamWriter, said: Outgoing, heard: Incoming) -> None:
-    async for each in said:
+async def _send(stdin: asyncio.StreamWriter, to_send: Outgoing, received: Incoming) -> None:
+    async for each in to_send:
         text = each.message.model_dump_json(by_alias=True, exclude_unset=True)
         stdin.write(text.encode() + b"\n")
         try:
             await stdin.drain()
-        except ConnectionError:  # it has ended
-            await heard.aclose()
+        except ConnectionError:  # the server has ended
+            await received.aclose()
 
 
 @asynccontextmanager
 async def _over_http(url: str, unsent: list[Call]) -> AsyncIterator[Streams]:
-    timeout = httpx2.Timeout(TOOL_SERVER_S, read=None)  # a call has its own deadline
+    timeout = httpx2.Timeout(TOOL_SERVER_S, read=None)  # a call has another deadline
     async with (
         httpx2.AsyncClient(
             transport=_BoundedAnswers(unsent),
@@ -233,7 +226,7 @@ async def _over_http(url: str, unsent: list[Call]) -> AsyncIterator[Streams]:
 
 
 class _BoundedAnswers(httpx2.AsyncHTTPTransport):
-    """Refuses what is longer than an answer may be; streams of events have a bound of their own."""
+    """Refuses answers of more than `MAX_BYTES`; `mcp` itself bounds streams of events."""
 
     def __init__(self, unsent: list[Call]) -> None:
         super().__init__()
@@ -248,7 +241,7 @@ class _BoundedAnswers(httpx2.AsyncHTTPTransport):
             raise
         if response.headers.get("content-type", "").startswith("text/event-stream"):
             return response
-        if "content-encoding" in response.headers:  # few bytes of which may be many
+        if "content-encoding" in response.headers:  # few bytes may decode to many
             raise httpx2.ReadError("an encoded answer, which was not asked for")
         content, stream = bytearray(), response.stream
         assert isinstance(stream, httpx2.AsyncByteStream), "the request was an asynchronous one"

@@ -1,4 +1,4 @@
-"""The tools of one environment: every call is answered, bounded in time and in length."""
+"""The tools of one environment: every call is answered, within bounds of time and length."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from async_grpo.util.errors import ConfigError
 
 MAX_CHARACTERS = 8_000  # of one result
 MAX_CALLS = 16  # of one turn
-LET_GO_S = 0.5  # of a call that is given up, which may have a connection to close
+LET_GO_S = 0.5  # that a cancelled call has to close its connection
 
 
 class Toolbox:
-    """Tools by name; one object serves all episodes."""
+    """Calls tools by name; one object serves all episodes."""
 
     def __init__(
         self,
@@ -34,18 +34,18 @@ class Toolbox:
             names = ", ".join(sorted(str(tool.spec["function"]["name"]) for tool in tools))
             raise ConfigError(f"the names of tools must differ, got {names}: rename one of them")
         self._timeout_s = timeout_s
-        self._answered = Counter[str]()  # calls, by tool
+        self._answered = Counter[str]()  # number of answered calls by tool
         self._max_characters = max_characters
 
     @property
     def specs(self) -> tuple[ToolSpec, ...]:
-        """What the model is told."""
+        """The descriptions of the tools, which the model reads."""
         return tuple(tool.spec for tool in self.tools)
 
     async def answer(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
-        """The results of a turn's calls, one after the other.
+        """Call the tools of a turn's calls one after the other, and return the results.
 
-        Raises `EpisodeFailed` for a tool that failed without the model's doing.
+        Raises `EpisodeFailed` for a tool that failed, unless the model made a mistake.
         """
         answered = [await self._answer(call) for call in calls[:MAX_CALLS]]
         too_many = f"at most {MAX_CALLS} calls at a time, {len(calls)} were written"
@@ -66,7 +66,7 @@ class Toolbox:
         tool, before = self._by_name[call.name], self._answered[call.name]
 
         def check(error: Exception) -> None:
-            """A server that answers all others is not away: it is these arguments that fail."""
+            """Raise if the tool answered other calls meanwhile: then the arguments are at fault."""
             if self._answered[call.name] - before >= TRIES:
                 raise ToolMistake(f"{call.name} failed: {error!r}") from error
 
@@ -79,16 +79,16 @@ class Toolbox:
             )
             self._answered[call.name] += 1
             return text
-        except (ModelError, EpisodeFailed):  # a tool may ask a judge, whose failure is its own
+        except (ModelError, EpisodeFailed):  # a tool may ask a judge, which classifies its failures
             raise
-        except Exception as error:  # tools are the user's code, and may raise anything
+        except Exception as error:  # tools are the user's code and may raise anything
             failed = f"tool {call.name} failed: {error!r}"[:MAX_CHARACTERS]
             raise EpisodeFailed(FailureClass.TOOL, failed, cause=cause_of(error)) from error
 
     async def _asked(self, tool: Tool, arguments: Mapping[str, object]) -> str:
         task = asyncio.ensure_future(tool.call(arguments))
         try:
-            # `wait_for` would wait for a tool that does not let itself be cancelled.
+            # `wait_for` would wait for a tool that ignores its cancellation.
             if not (await asyncio.wait({task}, timeout=self._timeout_s))[0]:
                 task.cancel()
                 await asyncio.wait({task}, timeout=LET_GO_S)

@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from players import make_turn
 
-from async_grpo.environments.chat.dialogue import Dialogue
 from async_grpo.environments.chat.find import library_renderer
+from async_grpo.environments.chat.messages import Dialogue
 from async_grpo.environments.chat.template import TemplateRenderer
 from async_grpo.environments.episode import EpisodePolicy
 from async_grpo.types import SamplingContract
