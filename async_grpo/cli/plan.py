@@ -214,7 +214,6 @@ def _read(file: str, options: Sequence[str]) -> LocalRun:
 
 def _fleet(text: str) -> Fleet:
     """What was typed, or this machine's devices, or its cores."""
-    from async_grpo.devices.cores import num_threads, read_speed
     from async_grpo.devices.inventory import read_inventory
     from async_grpo.planning.asked import CPU, KINDS, Fleet, fleet_of
 
@@ -224,6 +223,8 @@ def _fleet(text: str) -> Fleet:
     kind = next((kind for kind in KINDS if any(kind in name for name in names)), "")
     if names:
         return fleet_of(f"{len(names)}", kind=kind)
+    from async_grpo.devices.current import num_threads, read_speed  # imports torch
+
     threads = num_threads()
     speed = read_speed(threads=threads)
     core = dataclasses.replace(
