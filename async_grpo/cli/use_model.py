@@ -32,8 +32,8 @@ from async_grpo.config.command_options import (
 from async_grpo.config.roles import ENVIRONMENT, GENERATION
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.config.worker_config import WorkerConfig
-from async_grpo.data.columns import Columns, parse_column_mapping
 from async_grpo.data.lines import check_source
+from async_grpo.data.questions import Columns, parse_column_mapping
 from async_grpo.devices.inventory import usable_devices
 from async_grpo.environments.find import SHIPPED
 from async_grpo.launch.child_processes import ChildProcess

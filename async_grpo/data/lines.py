@@ -3,8 +3,8 @@
 A source is a JSONL, JSON or CSV file, or anything that `datasets.load_dataset` reads. All lines are
 checked before a run starts; the first few malformed ones are reported together.
 
-What stands in a CSV file is text, as it stands: nobody guesses that "007" is a number, or that a
-blank is none. A source says which of its columns are anything else.
+Values of a CSV file stay text: "007" is no number, a blank is not null. A source names the columns
+of other types.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 
 Record = TypeVar("Record")
 Build = Callable[[Mapping[str, object]], Record]
-Line = tuple[str, object]  # its place, for messages; bytes of JSON text, or an already decoded row
+Line = tuple[str, object]  # its place, for messages; bytes of JSON text, or a decoded row
 
 
 class MalformedLine(ValueError):
-    """A line that cannot become a record; the message lacks its place."""
+    """A line that cannot become a record; the message does not say where the line is."""
 
     def __init__(self, column: str, *, expected: str, got: str) -> None:
         subject = f"column {column!r}: " if column else ""
@@ -49,22 +49,19 @@ class MalformedLine(ValueError):
 def load_records(
     source: DataSource, build: Build[Record], *, goes_on: Callable[[], bool] = lambda: True
 ) -> Iterator[Record]:
-    """Every line of the source through `build`, in order, one at a time, as long as it `goes_on`.
+    """`build` of every line of the source, in order, one at a time, while `goes_on` returns true.
 
-    `build` raises `MalformedLine`. Raises `DataError` naming the first few malformed lines, or
+    `build` may raise `MalformedLine`. Raises `DataError` naming the first few malformed lines, or
     when the source is missing, unreadable or empty.
     """
-    lines = takewhile(lambda _: goes_on(), _read_lines(source))
-    types = source.columns
-    return _build_all(
-        lines, path=source.path, build=lambda row: build(_converted(row, types) if types else row)
-    )
+    lines, types = takewhile(lambda _: goes_on(), _read_lines(source)), source.columns
+    return _build_all(lines, path=source.path, build=lambda row: build(_converted(row, types)))
 
 
 def check_source(path: str, *, option: str, build: Build[object]) -> None:
-    """Raise `DataError` that names `option` for a path where no source can be.
+    """Raise `DataError`, naming `option`, for a path where no source can be.
 
-    Of JSON the first line is read as well, and goes through `build`.
+    The first line of a JSON source is read as well, and given to `build`.
     """
     _require_source(path, option=option)
     if _is_json(Path(path)):
@@ -72,7 +69,7 @@ def check_source(path: str, *, option: str, build: Build[object]) -> None:
 
 
 def describe(value: object) -> str:
-    """A value for a message, on one line and short."""
+    """The value's repr for a message, at most 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
@@ -122,12 +119,12 @@ def _as_row(value: Any) -> Mapping[str, Any]:
 
 
 def _no_number(constant: str) -> None:
-    """Refuse what Python's JSON takes and no JSON has."""
+    """Refuse NaN and infinities, which Python's `json` reads though JSON has none."""
     raise MalformedLine("", expected="JSON, which has no such number: null, or text", got=constant)
 
 
 def _converted(row: Mapping[str, object], types: Mapping[str, str]) -> Mapping[str, object]:
-    """The row, with each value of these columns as the type that the user named.
+    """The row with the values of the columns in `types` converted to these types.
 
     >>> _converted({"x": "007", "y": "a", "z": None}, {"x": "int", "z": "float"})
     {'x': 7, 'y': 'a', 'z': None}
@@ -184,12 +181,10 @@ def _read_lines(source: DataSource) -> Iterator[Line]:
 
 
 def may_be_hub_name(path: str) -> bool:
-    """Whether a hub should be asked for what is not on this machine: asking takes long offline."""
+    """Whether a path that does not exist may be a hub's data set: asking takes long offline."""
     owner, _, _ = path.rpartition("/")
-    known = Path(path).suffix in FORMATS
-    return (
-        HUB_NAME.fullmatch(path) is not None and not known and not (owner and Path(owner).is_dir())
-    )
+    is_path = Path(path).suffix in FORMATS or (owner and Path(owner).is_dir())
+    return HUB_NAME.fullmatch(path) is not None and not is_path
 
 
 def _is_json(place: Path) -> bool:
@@ -197,12 +192,12 @@ def _is_json(place: Path) -> bool:
 
 
 def _read_json(path: str) -> Iterator[Line]:
-    """The lines with text of a JSONL file, or the items of a JSON array."""
+    """The lines of a JSONL file that are not blank, or the items of a JSON array."""
     try:
         with open(path, "rb") as file:
             if path.endswith(".json") and (text := file.read()).lstrip().startswith(b"["):
                 items = json.loads(text)
-                for number, item in enumerate(items, start=1):  # as text, which is checked
+                for number, item in enumerate(items, start=1):  # as text, which `_as_row` checks
                     yield f"{path} item {number}", json.dumps(item).encode()
                 return
             file.seek(0)
@@ -216,7 +211,7 @@ def _read_json(path: str) -> Iterator[Line]:
 
 
 def _read_csv(path: str) -> Iterator[Line]:
-    """Its lines, each called by the one where it ends."""
+    """The rows of a CSV file, each with the number of the line where it ends."""
     csv.field_size_limit(sys.maxsize)  # a text may be as long as in JSON
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
@@ -235,8 +230,7 @@ def _read_csv(path: str) -> Iterator[Line]:
 
 
 def _read_dataset(source: DataSource) -> Iterator[Line]:
-    # Slow to import, and most data is JSONL.
-    import datasets
+    import datasets  # slow, and most data is JSONL
 
     path, split, place = source.path, source.split, Path(source.path)
     try:
@@ -261,13 +255,13 @@ def _read_dataset(source: DataSource) -> Iterator[Line]:
 
 
 def _as_text(builder: DatasetBuilder) -> dict[str, object]:
-    """What has `datasets` read every column of a folder's CSV files as text; {} for other data."""
+    """Options that make `datasets` read all columns of CSV files as text; {} for other data."""
     import pandas
     from datasets import Features, Value
     from datasets.packaged_modules.csv.csv import CsvConfig
 
     config = builder.config
-    if not isinstance(config, CsvConfig) or builder.info.features:  # whose author said the types
+    if not isinstance(config, CsvConfig) or builder.info.features:  # the author gave the types
         return {}
     [first, *_] = next(iter(config.data_files.values()))
     names = pandas.read_csv(first, **{**config.pd_read_csv_kwargs, "chunksize": None, "nrows": 0})

@@ -1,17 +1,17 @@
-"""The order of what a run trains: which question or which pairs each slot of a batch has.
+"""The order of training: which question or which given pairs each slot of a batch has.
 
-Questions of one kind come by an endless seeded permutation that is read at any ordinal. It depends
-on the seed and the number of questions alone, not on ranks, workers or on what was read before, so
-a resumed run continues it from an ordinal. All randomness is hashed or counter-based and the same
-on every machine and numpy version.
+Questions of one type come in an endless seeded permutation with random access by ordinal. It
+depends on the seed and the number of questions alone, not on ranks, workers or earlier reads, so a
+resumed run continues it from an ordinal. All randomness is hashed or counter-based and the same on
+every machine and numpy version.
 
 Slot o asks a question where floor((o + 1) λ) > floor(o λ), with λ the share of sampled slots (a
-Beatty sequence); the others have given pairs. Of all sequences it is the most even: any n
-consecutive slots hold n λ sampled ones, to less than one slot.
+Beatty sequence); the others have given pairs. No sequence is more even: any n consecutive slots
+hold n λ sampled ones, to less than one slot.
 
-Of B slots a type with the share p of the questions has floor(p λ B) or ceil(p λ B) in every batch:
-each gets its floor, and those that lag most behind their share get one more. Nothing but the
-ordinal decides any of it.
+In every batch of B slots a type with the share p of the questions has floor(p λ B) or ceil(p λ B):
+each type gets its floor, and the types that lag most behind their share get one more. All of it
+depends on the ordinal alone.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ class QuestionStream:
     purpose: str = "epoch"  # streams of the same seed for several purposes are independent
 
     def index(self, ordinal: int) -> int:
-        """The question at `ordinal`, at random access."""
+        """Index of the question at `ordinal`."""
         epoch, position = divmod(ordinal, self.num_questions)
         return int(_permutation(self.num_questions, self.seed, epoch, self.purpose)[position])
 
     def replacement(self, slot: int, *, attempt: int) -> int:
-        """The question drawn for ordinal `slot` at its `attempt`-th replacement (from 1).
+        """Index of the question at the `attempt`-th replacement (from 1) of ordinal `slot`.
 
-        Its own stream: replacing a question moves no other.
+        Replacements are a stream of their own: replacing a question moves no other.
         """
         return _hash("replacement", self.seed, slot, attempt) % self.num_questions
 
 
 @functools.lru_cache(maxsize=32)  # a batch may straddle two epochs of each type, and of pairs
 def _permutation(num_questions: int, seed: int, epoch: int, purpose: str) -> NDArray[np.int64]:
-    # Sorting raw words, because only bit generators promise the same numbers for ever.
+    # Raw words are sorted, because numpy guarantees stable numbers for bit generators alone.
     words = np.random.Philox(key=_hash(purpose, seed, epoch)).random_raw(num_questions)
     return np.argsort(words, kind="stable")
 
@@ -63,7 +63,7 @@ def sampling_seed(run_seed: int, *, ordinal: int, attempt: int) -> int:
 
 def _hash(purpose: str, *numbers: int) -> int:
     """64 bits that depend on all of `numbers`, and differ between purposes."""
-    # Wrapped, so that negative seeds are seeds too.
+    # Wrapped, so that seeds may be negative.
     words = struct.pack(f"<{len(numbers)}Q", *(number % 2**64 for number in numbers))
     digest = hashlib.blake2b(words, digest_size=8, person=purpose.encode())
     return int.from_bytes(digest.digest(), "little")
@@ -71,7 +71,7 @@ def _hash(purpose: str, *numbers: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixedOrder:
-    """Questions and pairs by slot; each kind has its own epochs, none of which skips a line."""
+    """Questions and given pairs by slot, each with epochs of their own that skip no line."""
 
     sampled_share: float  # λ in [0, 1], as the user wrote it: 0.1 is a tenth
     questions: QuestionStream | TypedQuestions
@@ -79,11 +79,11 @@ class MixedOrder:
     samples_per_slot: int
 
     def question(self, ordinal: int) -> int:
-        """Index of the question that a sampled slot asks."""
+        """Index of the question that the sampled slot `ordinal` asks."""
         return self.questions.index(_num_sampled(ordinal, self.sampled_share))
 
     def pairs_of(self, ordinal: int) -> tuple[int, ...]:
-        """Indices of the pairs of a slot, a sample each; empty where it asks a question.
+        """Indices of a slot's given pairs, one for each sample; empty where it asks a question.
 
         >>> order = MixedOrder(sampled_share=0.5, questions=QuestionStream(9, seed=0),
         ...                    pairs=QuestionStream(4, seed=1), samples_per_slot=2)
@@ -98,7 +98,7 @@ class MixedOrder:
 
 
 class TypedQuestions:
-    """The questions of several types, which lie in one table, a type behind the other.
+    """The questions of several types, which one table holds type after type.
 
     >>> two = [QuestionStream(number, seed=0) for number in (4, 2)]
     >>> questions = TypedQuestions(two, weights=(2, 1), batch_size=3)
@@ -114,23 +114,23 @@ class TypedQuestions:
         batch_size: int,
         sampled_share: float = 1.0,
     ) -> None:
-        """`streams` and `weights` (positive) are each type's; `batch_size` in slots."""
+        """`streams` and `weights` (positive): one for each type; `batch_size` in slots."""
         self._streams = tuple(streams)
         self._share = sampled_share
         self._batch_size = batch_size
         exact = [_exact(weight) for weight in weights]
-        # Of each type in a batch, on average.
+        # Mean slots of each type in a batch.
         self._parts = [_exact(sampled_share) * batch_size * each / sum(exact) for each in exact]
-        # By batch: slots of each type before it. Grown as it is asked for, always to the same.
+        # [batch][type]: slots of the type before the batch. A cache that grows on demand.
         self._before: list[tuple[int, ...]] = [(0,) * len(exact)]
 
     def index(self, number: int) -> int:
-        """Index of the question that the sampled slot `number` asks, of these counted from 0."""
+        """Index of the question of the sampled slot `number`; sampled slots count from 0."""
         kind, rank = self._place(number)
         return self._first_of(kind) + self._streams[kind].index(rank)
 
     def replacement(self, slot: int, *, attempt: int) -> int:
-        """Index of another question of the same type, see `QuestionStream.replacement`."""
+        """Index of another question of the same type: see `QuestionStream.replacement`."""
         kind, _ = self._place(_num_sampled(slot, self._share))
         return self._first_of(kind) + self._streams[kind].replacement(slot, attempt=attempt)
 
@@ -151,7 +151,7 @@ class TypedQuestions:
         return kind, before[kind] + rank
 
     def _counts(self, batch: int) -> list[int]:
-        """Slots of each type in the batch that follows those known."""
+        """Slots of each type in `batch`; `_before` must reach up to it."""
         first, end = (
             _num_sampled(slot * self._batch_size, self._share) for slot in (batch, batch + 1)
         )
@@ -169,7 +169,7 @@ class TypedQuestions:
 
 @functools.lru_cache(maxsize=64)
 def _spread(counts: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """So many slots of each type, as evenly as they go: (type, its number among them) by slot.
+    """`counts` slots of each type, spread evenly: (type, number within the type) by slot.
 
     >>> _spread((3, 1))
     ((0, 0), (0, 1), (1, 0), (0, 2))
@@ -183,11 +183,11 @@ def _spread(counts: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
 
 
 def _num_sampled(ordinal: int, share: float) -> int:
-    """Of the slots before this one."""
+    """How many of the slots before `ordinal` are sampled."""
     return ordinal * _exact(share) // 1
 
 
 @functools.lru_cache(maxsize=64)
 def _exact(number: float) -> Fraction:
-    """Of its decimal digits: in binary 0.7 is a little less than seven tenths."""
+    """The fraction of the decimal digits: in binary 0.7 is a little less than seven tenths."""
     return Fraction(str(number))

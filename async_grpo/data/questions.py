@@ -1,18 +1,20 @@
 """Questions and training pairs of the user's lines, tokenised and checked before a run starts.
 
-It is the only time text is tokenised: with the chat template where there is one.
+Text is tokenised here and nowhere else: with the chat template where the tokenizer has one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from async_grpo.data.columns import Columns
-from async_grpo.data.lines import MalformedLine
+from async_grpo.config.data_files import OUR_COLUMNS
+from async_grpo.config.option import require
+from async_grpo.data.lines import MalformedLine, describe
 from async_grpo.types import GivenPair, Question, TrainingPair
 from async_grpo.util.errors import DataError, UnfitModel
 
@@ -23,70 +25,184 @@ PROMPTS = ("input_token_ids", "input", "messages")
 WHOLE_TEXTS = ("text", "completion", "completion_token_ids")  # of a line without a prompt
 
 
+def parse_column_mapping(text: str) -> dict[str, str]:
+    """{our column name: the user's} from the text of `--column-mapping`.
+
+    Raises `ConfigError` for an unknown name of ours, or one that is given twice.
+
+    >>> parse_column_mapping("input=question, answer=solution")
+    {'input': 'question', 'answer': 'solution'}
+    """
+    mapping: dict[str, str] = {}
+    for pair in filter(None, (part.strip() for part in text.split(","))):
+        ours, equals, theirs = (part.strip() for part in pair.partition("="))
+        require(
+            bool(equals and theirs) and ours in OUR_COLUMNS and ours not in mapping,
+            "column_mapping",
+            "must hold our=yours pairs",
+            pair,
+            f"ours are {', '.join(OUR_COLUMNS)}, each at most once: input=question,answer=solution",
+        )
+        mapping[ours] = theirs
+    return mapping
+
+
+class Columns:
+    """Reads one line by our column names; every getter of a value raises `MalformedLine`."""
+
+    __slots__ = ("_mapping", "_row")
+
+    def __init__(self, row: Mapping[str, object], *, mapping: Mapping[str, str]) -> None:
+        self._row = row
+        self._mapping = mapping
+        for ours in mapping:
+            if self.name(ours) not in row:
+                raise self.malformed(ours, expected="what --column-mapping names", value=None)
+
+    def name(self, ours: str) -> str:
+        """The user's name of our column."""
+        return self._mapping.get(ours, ours)
+
+    def is_mapped(self, ours: str) -> bool:
+        """Whether the user's mapping names this column of ours."""
+        return ours in self._mapping
+
+    def has(self, ours: str) -> bool:
+        """Whether the line has the column, and not as null."""
+        return self._value(ours) is not None
+
+    def has_only(self, ours: str) -> bool:
+        """Whether every other column is missing or null."""
+        return [name for name, value in self._row.items() if value is not None] == [self.name(ours)]
+
+    def text(self, ours: str) -> str:
+        """The column's text, which must hold more than white space."""
+        value = self._value(ours)
+        if not isinstance(value, str) or not value.strip():
+            raise self.malformed(ours, expected="non-empty text", value=value)
+        return value
+
+    def answer(self) -> str | None:
+        """The answer as text, which the line may give as a number; None without one."""
+        value = self._value("answer")
+        if value is None or isinstance(value, str):
+            return value
+        is_number = isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))
+        if isinstance(value, bool) or not is_number:
+            raise self.malformed("answer", expected="text or a number", value=value)
+        return str(value)
+
+    def dataset_type(self) -> str:
+        """The type that chooses environment, rewards and teacher; empty when the line has none."""
+        return str(self._value("dataset_type") or "")
+
+    def messages(self) -> list[dict[str, str]]:
+        """The line's chat messages, each with a role and a content."""
+        value = self._value("messages")
+        if not isinstance(value, list) or not value:
+            raise self.malformed("messages", expected="a list of chat messages", value=value)
+        for message in value:
+            if not isinstance(message, dict) or not all(
+                isinstance(message.get(key), str) for key in ("role", "content")
+            ):
+                raise self.malformed(
+                    "messages", expected="messages with a text role and content", value=message
+                )
+        return value
+
+    def token_ids(self, ours: str, *, vocab_size: int) -> list[int]:
+        """The column's token ids, at least one, each in [0, vocab_size)."""
+        value = self._value(ours)
+        if not isinstance(value, list) or not value:
+            raise self.malformed(ours, expected="a list of token ids", value=value)
+        for token in value:
+            if isinstance(token, bool) or not isinstance(token, int):
+                raise self.malformed(ours, expected="whole numbers", value=token)
+            if not 0 <= token < vocab_size:
+                raise self.malformed(
+                    ours, expected=f"token ids from 0 to {vocab_size - 1}", value=token
+                )
+        return value
+
+    def _value(self, ours: str) -> object:
+        return self._row.get(self.name(ours))
+
+    def malformed(self, ours: str, *, expected: str, value: object) -> MalformedLine:
+        """The error for a column of this line, named as the user names it."""
+        name = self.name(ours)
+        there = f"only columns {', '.join(self._row)} (see --column-mapping)"
+        got = describe(value) if name in self._row else there
+        return MalformedLine(name, expected=expected, got=got)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LineReader:
     """Makes a record of a line; raises `MalformedLine` that names a column and what it expects."""
 
-    tokenizer: Tokenizer  # or anything with the few members of theirs used here
+    tokenizer: Tokenizer  # or an object with the few members that are used here
     vocab_size: int
     max_tokens: int  # of a prompt that fits beside the longest answer, or of a whole pair
-    mapping: Mapping[str, str] = field(default_factory=dict)  # our column names to the user's
-    types: Sequence[str] = ()  # of which a line may be; none: of any. Of one, it need not say so
+    mapping: Mapping[str, str] = field(default_factory=dict)  # {our column name: the user's}
+    types: Sequence[str] = ()  # that a line may have; empty: any. A single one is the default
 
     def question(self, row: Mapping[str, object]) -> Question:
-        """Of `input_token_ids`, `messages` or `input`; every other column is optional.
+        """A question from `input_token_ids`, `messages` or `input`; other columns are optional.
 
-        Token ids win over text: they are what the model reads. Of a line with messages, `input` is
-        the question as rewards and people see it.
+        Token ids win over text, because the model reads them. Where the line has messages, `input`
+        is the question as rewards and people see it.
         """
         columns = Columns(row, mapping=self.mapping)
         ids = self._prompt(columns)
         limit = "--max-tokens-per-gpu or the model's own limit, less --max-generation-tokens"
-        self._check_length(columns, len(ids), f"a prompt of at most {self.max_tokens}", limit)
+        self._check_length(columns, len(ids), "prompt", limit)
         text = self._text_of(columns, ids)
         kind = self._type(columns)
         return Question(np.asarray(ids, dtype=np.int32), text, columns.answer(), row, kind)
 
     def pair(self, row: Mapping[str, object]) -> TrainingPair:
-        """A prompt, given as in `question`, with a demonstrated completion.
+        """A prompt, read as `question` reads it, with a demonstrated completion.
 
-        That is `completion`, whose tokens are closed by the end token, or `completion_token_ids`,
-        which are taken as they are. A line that has `text` instead, or nothing but a completion, is
+        The completion is `completion`, which the end token closes, or `completion_token_ids`, which
+        are taken as they are. A line that has `text` instead, or nothing but a completion, is
         trained as a whole after its first token, which is the context of the second: the
         tokenizer's start token where it sets one.
         """
         columns = Columns(row, mapping=self.mapping)
         if column := _whole_text(columns):
-            ids = self._whole(columns, column)
+            ids = self._closed(columns, column, text_token_ids)
+            if len(ids) < 2:
+                raise columns.malformed(column, expected="at least two tokens", value=ids)
             prompt, completion = ids[:1], ids[1:]
         else:
-            prompt, completion = self._prompt(columns), self._completion(columns)
+            has_ids = columns.has("completion_token_ids")
+            column = "completion_token_ids" if has_ids else "completion"
+            prompt = self._prompt(columns)
+            completion = self._closed(columns, column, completion_token_ids)
         limit = "--max-tokens-per-gpu or the model's own limit"
-        num_tokens = len(prompt) + len(completion)
-        self._check_length(columns, num_tokens, f"a pair of at most {self.max_tokens}", limit)
+        self._check_length(columns, len(prompt) + len(completion), "pair", limit)
         return TrainingPair(np.asarray(prompt, np.int32), np.asarray(completion, np.int32))
 
     def given(self, row: Mapping[str, object]) -> GivenPair:
-        """A pair, as in `pair`, with its texts and every other column."""
+        """A pair, read as `pair` reads it, with its texts and every other column."""
         pair, columns = self.pair(row), Columns(row, mapping=self.mapping)
         prompt, completion = pair.prompt_token_ids, pair.completion_token_ids
-        text = self._text_of(columns, prompt.tolist())
-        question = Question(prompt, text, None, row, self._type(columns))
-        if columns.has("completion"):
-            return GivenPair(question, completion, columns.text("completion"))
-        return GivenPair(question, completion, str(self.tokenizer.decode(completion.tolist())))
+        shown = self._text_of(columns, prompt.tolist())
+        question = Question(prompt, shown, None, row, self._type(columns))
+        is_text = columns.has("completion")
+        text = columns.text("completion") if is_text else self.tokenizer.decode(completion.tolist())
+        return GivenPair(question, completion, str(text))
 
     def _type(self, columns: Columns) -> str:
-        said = columns.dataset_type()
-        if not said and len(self.types) == 1:
+        kind = columns.dataset_type()
+        if not kind and len(self.types) == 1:
             return self.types[0]
-        if self.types and said not in self.types:
+        if self.types and kind not in self.types:
             expected = f"a type of --data ({', '.join(self.types)})"
-            raise columns.malformed("dataset_type", expected=expected, value=said)
-        return said
+            raise columns.malformed("dataset_type", expected=expected, value=kind)
+        return kind
 
     def _text_of(self, columns: Columns, prompt: Sequence[int]) -> str:
-        """What people, and rewards, see of a prompt."""
+        """The prompt as people and rewards see it."""
         if columns.has("input"):
             return columns.text("input")
         if columns.has("messages"):
@@ -113,43 +229,31 @@ class LineReader:
             )
         return chat_token_ids(self.tokenizer, messages=messages)
 
-    def _completion(self, columns: Columns) -> list[int]:
-        if columns.has("completion_token_ids"):
-            return columns.token_ids("completion_token_ids", vocab_size=self.vocab_size)
-        text = columns.text("completion")
-        self._check_end()
-        return completion_token_ids(self.tokenizer, text=text)
-
-    def _whole(self, columns: Columns, column: str) -> list[int]:
+    def _closed(
+        self, columns: Columns, column: str, tokenise: Callable[..., list[int]]
+    ) -> list[int]:
+        """A column of token ids as it is, or a text that `tokenise` closes by the end token."""
         if column == "completion_token_ids":
-            ids = columns.token_ids(column, vocab_size=self.vocab_size)
-        else:
-            text = columns.text(column)
-            self._check_end()
-            ids = text_token_ids(self.tokenizer, text=text)
-        if len(ids) < 2:
-            raise columns.malformed(column, expected="at least two tokens", value=ids)
-        return ids
-
-    def _check_end(self) -> None:
+            return columns.token_ids(column, vocab_size=self.vocab_size)
+        text = columns.text(column)
         if self.tokenizer.eos_token_id is None:
             raise DataError(
                 "completions need a tokenizer with an end token to close them, got one without: "
                 "set eos_token in the model's tokenizer_config.json"
             )
+        return tokenise(self.tokenizer, text=text)
 
-    def _check_length(self, columns: Columns, num_tokens: int, expected: str, limit: str) -> None:
+    def _check_length(self, columns: Columns, num_tokens: int, noun: str, limit: str) -> None:
         if num_tokens > self.max_tokens:
             given = next(name for name in (*PROMPTS, *WHOLE_TEXTS) if columns.has(name))
-            raise MalformedLine(
-                columns.name(given), expected=f"{expected} tokens ({limit})", got=f"{num_tokens}"
-            )
+            expected = f"a {noun} of at most {self.max_tokens} tokens ({limit})"
+            raise MalformedLine(columns.name(given), expected=expected, got=f"{num_tokens}")
 
 
 def _are_prompt(columns: Columns) -> bool:
-    """Whether the line's messages are its prompt: not where the user maps `input` and not them.
+    """Whether the line's messages are its prompt: not if the user maps `input` but not `messages`.
 
-    Raises `MalformedLine` where their system turn would be lost so.
+    Raises `MalformedLine` where `input` would lose the system turn of the messages.
     """
     if not columns.has("messages"):
         return False
@@ -162,9 +266,9 @@ def _are_prompt(columns: Columns) -> bool:
 
 
 def _whole_text(columns: Columns) -> str:
-    """The column of a line that has no prompt by intention; empty where it has or lacks one.
+    """The column that is trained as a whole, for a line meant to have no prompt; empty for others.
 
-    A completion with a column beside it may have its prompt there, under another name.
+    A completion counts only as the sole column: one beside it may be a prompt under another name.
     """
     for name in WHOLE_TEXTS:
         if columns.has_only(name):
@@ -178,19 +282,23 @@ def prompt_token_ids(tokenizer: Tokenizer, *, text: str) -> list[int]:
     if tokenizer.chat_template:
         return chat_token_ids(tokenizer, messages=[{"role": "user", "content": text}])
     ids = list(tokenizer(text)["input_ids"])
-    # Some tokenizers close every text: an answer to a closed text is what nobody trains.
+    # Some tokenizers close every text, but an answer must follow an open one.
     if ids and ids[-1] == tokenizer.eos_token_id and not text.endswith(tokenizer.eos_token):
         ids.pop()
     return ids
 
 
 def chat_token_ids(tokenizer: Tokenizer, *, messages: Sequence[dict[str, str]]) -> list[int]:
-    """Token ids of a conversation, up to where the assistant's next words begin."""
+    """Token ids of a conversation, up to where the assistant's next words begin.
+
+    Raises `MalformedLine` for messages that the chat template refuses, `UnfitModel` for a template
+    that is broken.
+    """
     try:
         ids = tokenizer.apply_chat_template(
             list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
         )
-    except Exception as error:  # a template is a program of the model's: it may raise anything
+    except Exception as error:  # the model's template is a program: it may raise anything
         said = f"{type(error).__name__}: {error}"
         if type(error).__name__ != "TemplateSyntaxError":
             expected = "messages that the model's chat template takes"

@@ -1,8 +1,8 @@
 """Records by index: a million of them in two arrays, in the layout of an Arrow column.
 
-The bytes of the records lie end to end, beside them where each ends. A record is made when it is
-read, and nobody keeps it. Ray hands the arrays to another process on the same machine without a
-copy, and nowhere as an object a record.
+One array holds the bytes of all records end to end, the other where each ends. Every read makes a
+new record. Ray shares the arrays with other processes of the same machine without a copy, and
+never passes on an object for each record.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class _Table(Sequence[T]):
 
     @classmethod
     def of(cls, records: Iterable[T]) -> Self:
-        """A table of the records, which are looked at one by one."""
+        """A table of the records, which are read one by one."""
         content, ends, longest_prompt = bytearray(), array("q", [0]), 0
         for record in records:
             prompt, *rest = cls._pack(record)
-            # Pickled, because a user's columns may hold what no schema has.
+            # Pickled, because a user's columns may hold values of any type.
             content += pickle.dumps((prompt, *rest))
             ends.append(len(content))
             longest_prompt = max(longest_prompt, len(prompt) // np.dtype(np.int32).itemsize)
@@ -45,7 +45,7 @@ class _Table(Sequence[T]):
     def __len__(self) -> int:
         return len(self._ends) - 1
 
-    def __getitem__(self, index: int) -> T:  # type: ignore[override]  # slices have no use here
+    def __getitem__(self, index: int) -> T:  # type: ignore[override]  # slices are not used
         if not 0 <= index < len(self):
             raise IndexError(f"a table of {len(self)} records has none at {index}")
         packed = self._content[self._ends[index] : self._ends[index + 1]]
@@ -54,7 +54,7 @@ class _Table(Sequence[T]):
     @staticmethod
     @abstractmethod
     def _pack(record: T) -> tuple[bytes, *tuple[object, ...]]:
-        """The bytes of the prompt's ids, and whatever else there is."""
+        """The bytes of the prompt's int32 ids, then the rest of the record."""
 
     @staticmethod
     @abstractmethod
@@ -62,7 +62,7 @@ class _Table(Sequence[T]):
 
 
 class QuestionTable(_Table[Question]):
-    """Prompts, and beside each everything else that its line holds."""
+    """Prompts, each with everything else that its line holds."""
 
     __slots__ = ()
 
@@ -91,7 +91,7 @@ class PairTable(_Table[TrainingPair]):
 
 
 class GivenTable(_Table[GivenPair]):
-    """Prompts, completions and everything else that the lines of given pairs hold."""
+    """Prompts and completions of given pairs, each with everything else that its line holds."""
 
     __slots__ = ()
 

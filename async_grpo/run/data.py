@@ -14,9 +14,8 @@ from async_grpo.config.evaluation_sets import EvaluationSet
 from async_grpo.config.option import flag
 from async_grpo.config.teaching import EVERY_TYPE
 from async_grpo.config.train_config import TrainConfig
-from async_grpo.data.columns import parse_column_mapping
 from async_grpo.data.lines import Build, load_records
-from async_grpo.data.questions import LineReader
+from async_grpo.data.questions import LineReader, parse_column_mapping
 from async_grpo.data.table import GivenTable, PairTable, QuestionTable
 from async_grpo.model.model_folder import ModelFacts
 from async_grpo.types import GivenPair, Question

@@ -12,8 +12,8 @@ from async_grpo.config.evaluation_sets import EvaluationOptions
 from async_grpo.config.option import flag, require
 from async_grpo.config.run_options import RecordingOptions
 from async_grpo.config.teaching import TeachingOptions
-from async_grpo.data.columns import Columns, parse_column_mapping
 from async_grpo.data.lines import check_source
+from async_grpo.data.questions import Columns, parse_column_mapping
 from async_grpo.util.errors import ConfigError
 from async_grpo.util.run_folder import is_restart, newest_checkpoint
 

@@ -24,10 +24,9 @@ from transformers import AutoTokenizer
 
 from async_grpo.config.command_options import GenerateConfig, worker_options
 from async_grpo.config.worker_config import WorkerConfig
-from async_grpo.data.columns import parse_column_mapping
 from async_grpo.data.lines import load_records
 from async_grpo.data.order import sampling_seed
-from async_grpo.data.questions import LineReader
+from async_grpo.data.questions import LineReader, parse_column_mapping
 from async_grpo.data.table import QuestionTable
 from async_grpo.model.model_folder import ModelFacts, check_model_folder
 from async_grpo.rollout.generation_worker import worker_environment

@@ -3,9 +3,8 @@ import json
 import pytest
 
 from async_grpo.config.data_files import DataSource
-from async_grpo.data.columns import parse_column_mapping
 from async_grpo.data.lines import load_records
-from async_grpo.data.questions import LineReader
+from async_grpo.data.questions import LineReader, parse_column_mapping
 from async_grpo.data.table import GivenTable, PairTable, QuestionTable
 from async_grpo.util.errors import ConfigError, DataError
 
