@@ -1,6 +1,6 @@
 """Metrics files as curves: read, smoothed, and several seeds of one run made into a band.
 
-Which runs are seeds of one experiment is told by their options.
+Runs whose options differ by their seeds alone are one experiment.
 """
 
 from __future__ import annotations
@@ -8,13 +8,14 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import re
 import shlex
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from itertools import takewhile
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -24,29 +25,27 @@ from numpy.typing import NDArray
 from async_grpo.config.train_config import INCIDENTAL
 from async_grpo.util import deadlines
 from async_grpo.util.errors import ConfigError, DataError
+from async_grpo.util.run_folder import EVALUATIONS_FILE, METRICS_FILE, PARAMETERS_FILE
 
 logger = logging.getLogger(__name__)
 
-METRICS_FILENAME = "training_metrics.jsonl"
-EVALUATIONS_FILENAME = "evaluation_metrics.jsonl"
-PARAMETERS_FILENAME = "training_params.json"
-BESIDE = (EVALUATIONS_FILENAME, PARAMETERS_FILENAME)  # what a run may lack
+BESIDE = (EVALUATIONS_FILE, PARAMETERS_FILE)  # which a run may lack
 BOUNDARY = "---next file---"  # the line between the files of a remote run
 CLOCKS = {"seconds": 1.0, "minutes": 60.0, "hours": 3600.0}  # axes made of `total_seconds`
-# What tells whether a run learns, and whether it does so soundly.
+# Metrics that show whether a run learns, and whether training is stable.
 PANELS = (
     "avg_reward", "eval_accuracy", "avg_output_tokens", "entropy", "grad_norm", "mismatch_kl",
 )  # fmt: skip
 PANELS_OF_PAIRS = ("loss", "eval_loss", "grad_norm", "learning_rate")
-# Of a run, what makes no other experiment of it.
+# Options in which two runs of one experiment may differ.
 NOT_COMPARED = {"output_dir", *INCIDENTAL}
 SEED_AT_THE_END = re.compile(r"[-_. ]*(seed|s)?[-_. ]*\d*$")
-Row = dict[str, Any]  # of measures, in JSON
+Row = dict[str, Any]  # {metric: its value in JSON}
 Floats = NDArray[np.float64]
 
 
 class NotMeasuredError(DataError):
-    """A variable that the run knows, and that has no value in any of its rows."""
+    """A variable that stands in the run's rows, and has no value in any of them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,8 +54,8 @@ class Run:
 
     name: str
     source: str  # the path, for messages
-    rows: Sequence[Row]  # of its steps, then of its evaluations
-    options: Mapping[str, object] = field(default_factory=dict)  # of its training, if known
+    rows: Sequence[Row]  # one a step, then one an evaluation
+    options: Mapping[str, object] = field(default_factory=dict)  # training options; empty: unknown
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,37 +67,35 @@ class Curve:
     mean: Floats  # [K]
     low: Floats  # [K]
     high: Floats  # [K]
-    raw: tuple[
-        tuple[Floats, Floats], ...
-    ]  # the points (x, y) of each seed, where they are smoothed
+    raw: tuple[tuple[Floats, Floats], ...]  # the points (x, y) of each seed; empty: not smoothed
     num_seeds: int
     smooth_window: int  # points of the moving average; 1: none
 
 
 def read_run(path: str, *, name: str, remote: str = "") -> Run:
-    """Rows of a metrics file or of a run folder, on this machine or on `remote` over ssh.
+    """The rows of a metrics file or a run folder, on this machine or on `remote` over ssh.
 
-    Raises `DataError` if there is none, `ConfigError` if the remote cannot be reached.
+    Raises `DataError` if it has no rows, `ConfigError` if the remote cannot be reached.
     """
     text, evaluations, options = _read_remote(path, remote) if remote else _read_local(Path(path))
     source = f"{remote}:{path}" if remote else path
     rows = parse_rows(text, source)
     if evaluations:
         rows += map(_evaluated, parse_rows(evaluations, f"{source}'s evaluations"))
-    return Run(name, source, rows, _options(options))
+    return Run(name, source, rows, json_object(options))
 
 
-def _options(text: str) -> dict[str, object]:
-    """None where the file is missing or is no whole JSON: seeds are told by `-n`, then."""
+def json_object(text: str | bytes) -> dict[str, Any]:
+    """The JSON object that `text` holds; empty where it holds none, or not all of one."""
     try:
-        options = json.loads(text or "{}")
-    except json.JSONDecodeError:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
         return {}
-    return options if isinstance(options, dict) else {}
+    return found if isinstance(found, dict) else {}
 
 
 def _evaluated(row: Row) -> Row:
-    """What an evaluation measured, and when; its sums have names that steps give to theirs."""
+    """The metrics of an evaluation that no step has, and its time."""
     return {key: row[key] for key in row if re.match("eval_|total_|step$", key)}
 
 
@@ -123,7 +120,7 @@ def parse_rows(text: str, source: str) -> list[Row]:
 
 
 def values(run: Run) -> dict[str, list[float]]:
-    """{variable: its numbers in order}: what can be plotted of a run."""
+    """{variable: its numbers in order}, of all variables that can be plotted."""
     found: dict[str, list[float]] = {}
     for row in run.rows:
         for key, value in row.items():
@@ -133,7 +130,7 @@ def values(run: Run) -> dict[str, list[float]]:
 
 
 def chosen_variables(runs: Sequence[Run]) -> list[str]:
-    """What is plotted of `runs` when nobody says: of `PANELS`, what all of them have and moves.
+    """The variables to plot by default: of `PANELS`, those with a non-zero value in every run.
 
     >>> row = {"loss": 1.5, "grad_norm": 0.1, "avg_reward": None, "entropy": 0.0}
     >>> chosen_variables([Run("a", "file", [row, row | {"loss": 1.2}])])
@@ -147,7 +144,7 @@ def chosen_variables(runs: Sequence[Run]) -> list[str]:
 
 
 def _of_a_set(name: str, found: Sequence[Mapping[str, Sequence[float]]]) -> str:
-    """The same of the first named set, where no unnamed one was evaluated.
+    """The variable `name`, or that of the first named set where no unnamed set was evaluated.
 
     >>> _of_a_set("eval_accuracy", [{"loss": [1.0], "eval_accuracy/math": [0.5]}])
     'eval_accuracy/math'
@@ -159,9 +156,9 @@ def _of_a_set(name: str, found: Sequence[Mapping[str, Sequence[float]]]) -> str:
 def make_curves(
     runs: Sequence[Run], *, x: str, y: str, smooth_window: int | None = None
 ) -> list[Curve]:
-    """One curve a name, in order of appearance. Raises `DataError` for unknown variables.
+    """One curve for each name of a run, in order. Raises `DataError` for unknown variables.
 
-    Evaluations are not smoothed: they are few, and each is over many samples.
+    Evaluations are not smoothed: they are few, and each is a mean over many samples.
     """
     if y.startswith("eval_"):
         smooth_window = None
@@ -194,16 +191,8 @@ def _curve(
         raise DataError(f"the runs named {name!r} have no range of {x_name!r} in common")
     values = np.stack([np.interp(grid, x, y) for x, y in smooth])  # [seeds, K]
     raw = tuple(seeds) if smooth_window else ()
-    return Curve(
-        name,
-        grid,
-        values.mean(0),
-        values.min(0),
-        values.max(0),
-        raw,
-        len(seeds),
-        smooth_window or 1,
-    )
+    band, window = (values.mean(0), values.min(0), values.max(0)), smooth_window or 1
+    return Curve(name, grid, *band, raw, len(seeds), window)
 
 
 def _points(run: Run, *, x: str, y: str) -> tuple[Floats, Floats]:
@@ -235,7 +224,7 @@ def _unknown_variable(name: str, run: Run, known: Sequence[str]) -> DataError:
 
 
 def near_names(name: str, known: Sequence[str]) -> list[str]:
-    """At most three of `known` that are spelt alike, or else share a word.
+    """At most three of `known` with a similar spelling, or else with a word in common.
 
     >>> known = ["avg_reward", "kl"]
     >>> near_names("avg_rewrd", known), near_names("held_out_kl", known)
@@ -251,19 +240,15 @@ def _is_number(value: object) -> bool:
 
 
 def _read_local(path: Path) -> list[str]:
-    """The text of a run's metrics, and of the files `BESIDE` them: empty where there is none.
+    """The text of a run's metrics, and of each file `BESIDE` them: empty for a missing one.
 
     A `path` that is no folder is the metrics file itself.
     """
-    folder = path if path.is_dir() else path.parent
-    file = path / METRICS_FILENAME if path.is_dir() else path
-    beside = [folder / name for name in BESIDE]
+    file = path / METRICS_FILE if path.is_dir() else path
+    beside = [file.parent / name for name in BESIDE]
+    read = partial(Path.read_text, encoding="utf-8", errors="replace")
     try:
-        texts = [file.read_text(encoding="utf-8", errors="replace")]
-        for each in beside:
-            found = each.is_file()
-            texts.append(each.read_text(encoding="utf-8", errors="replace") if found else "")
-        return texts
+        return [read(file), *(read(each) if each.is_file() else "" for each in beside)]
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise DataError(
@@ -272,11 +257,11 @@ def _read_local(path: Path) -> list[str]:
 
 
 def _read_remote(path: str, remote: str) -> list[str]:
-    """The same of another machine."""
-    # Its shell expands ~ only where it is not quoted.
+    """The texts that `_read_local` returns, read on another machine."""
+    # The shell there expands ~ only where it is not quoted.
     quoted = "~/" + shlex.quote(path[2:]) if path.startswith("~/") else shlex.quote(path)
     command = (
-        f'file={quoted}; if test -d "$file"; then file=$file/{METRICS_FILENAME}; fi; '
+        f'file={quoted}; if test -d "$file"; then file=$file/{METRICS_FILE}; fi; '
         f'cat "$file" && for name in {" ".join(BESIDE)}; do echo {BOUNDARY}; '
         'cat "$(dirname "$file")/$name" 2>/dev/null; done'
     )
@@ -303,7 +288,7 @@ def _read_remote(path: str, remote: str) -> list[str]:
 
 
 def experiment(options: Mapping[str, object]) -> str:
-    """What runs that differ by their seeds alone have in common, of their `training_params.json`.
+    """A key that is equal for runs whose `training_params.json` differ by their seeds alone.
 
     >>> first = {"infinite_sampler_seed": 1, "output_dir": "runs/1", "learning_rate": 1e-6}
     >>> experiment(first) == experiment(first | {"infinite_sampler_seed": 2, "output_dir": "b"})
@@ -324,10 +309,10 @@ def seed_of(options: Mapping[str, object]) -> object:
 
 
 def names_of(paths: Sequence[str], options: Sequence[Mapping[str, object]]) -> list[str]:
-    """A name for each run, the same for those of one experiment with seeds of their own.
+    """A name for each run; runs of one experiment with different seeds share a name.
 
-    `options`: of each run, empty where it has left none. Runs of one experiment and one seed are
-    told apart: they are repetitions, or one is a copy.
+    `options`: each run's, empty where they are unknown. Runs of one experiment with equal seeds
+    keep names of their own: they are repetitions, or one is a copy.
 
     >>> seeds = [{"infinite_sampler_seed": seed, "max_staleness": 0} for seed in (1, 2)]
     >>> other = {"infinite_sampler_seed": 1, "max_staleness": 1}
@@ -345,24 +330,16 @@ def names_of(paths: Sequence[str], options: Sequence[Mapping[str, object]]) -> l
         seeds = {str(seed_of(options[index])) for index in group}
         if 1 < len(group) == len(seeds):
             others = {name for index, name in enumerate(names) if index not in group}
-            shared = SEED_AT_THE_END.sub("", _common_start([names[i] for i in group]))
+            letters = os.path.commonprefix([names[i] for i in group])  # noqa: RUF071  not folders
+            shared = SEED_AT_THE_END.sub("", letters)
             name = shared if shared and shared not in others else names[group[0]]
             for index in group:
                 names[index] = name
     return names
 
 
-def _common_start(texts: Sequence[str]) -> str:
-    """
-    >>> _common_start(["sync_seed1", "sync_seed2"])
-    'sync_seed'
-    """
-    columns = takewhile(lambda column: len(set(column)) == 1, zip(*texts, strict=False))
-    return "".join(column[0] for column in columns)
-
-
 def default_names(paths: Sequence[str]) -> list[str]:
-    """The folders of the runs, or the whole paths where two folders are called the same.
+    """The names of the runs' folders, or the whole paths where two folders share a name.
 
     >>> default_names(["runs/a/training_metrics.jsonl", "runs/b"]), default_names(["1/x", "2/x"])
     (['a', 'b'], ['1/x', '2/x'])

@@ -17,18 +17,17 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Of the picture's metadata, what tells the time of day: without it the same curves give the same
-# file.
+# {suffix: metadata without the time of day}: the same curves give the same file.
 TIMES = {".svg": {"Date": None}, ".png": {}, ".pdf": {"CreationDate": None}}
-# Okabe and Ito's palette, darkest first; yellow is left out, it does not print.
+# Okabe and Ito's palette, darkest first, without yellow, which does not print.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)))  # once the colours are used up
-PANEL_INCHES = (4.0, 2.6)  # of several; a single one is larger by SINGLE
+PANEL_INCHES = (4.0, 2.6)  # of each of several panels; a single one is SINGLE times as large
 SINGLE = 1.25
 LABEL_POINTS = 8.0
 NOTE_POINTS = 7.0
-MANY = 3  # curves, whose raw points would hide one another
-FEW_POINTS = 12  # up to which each is marked
+MANY = 3  # up to which curves show raw points: those of more would hide one another
+FEW_POINTS = 12  # of a curve, up to which each is marked
 STYLE = {
     "font.size": 9.0,
     "axes.titlesize": 10.0,
@@ -48,7 +47,7 @@ STYLE = {
 
 
 def check_output(path: str | Path) -> None:
-    """Raise `ConfigError` unless `path` is called as one of the formats."""
+    """Raise `ConfigError` unless `path` ends in the suffix of a format."""
     if Path(path).suffix.lower() not in TIMES:
         raise ConfigError(f"-o must end in {', '.join(TIMES)}, got {str(path)!r}: rename it")
 
@@ -56,14 +55,15 @@ def check_output(path: str | Path) -> None:
 def save_figure(
     panels: Mapping[str, Sequence[Curve]], path: str | Path, *, x: str, title: str = ""
 ) -> None:
-    """Write one panel a variable, {variable: curves}, over the variable `x`, to `path`.
+    """Write `panels` {variable: curves} to `path`: one panel a variable, over the variable `x`.
 
     Raises `ConfigError` if `path` cannot be written.
     """
     import matplotlib
+    from matplotlib.figure import Figure
 
     with matplotlib.rc_context(STYLE):
-        figure = draw(panels, x=x, title=title)
+        fill(figure := Figure(), panels, x=x, title=title)
         try:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             metadata = TIMES[Path(path).suffix.lower()]
@@ -73,21 +73,12 @@ def save_figure(
             raise ConfigError(f"cannot write {path} ({reason}): choose another -o") from error
 
 
-def fill(figure: Figure, panels: Mapping[str, Sequence[Curve]], *, x: str) -> None:
-    """Draw the same picture into an empty figure."""
+def fill(figure: Figure, panels: Mapping[str, Sequence[Curve]], *, x: str, title: str = "") -> None:
+    """Draw the panels, as `save_figure` writes them, into an empty figure."""
     import matplotlib
 
     with matplotlib.rc_context(STYLE):
-        _lay_out(figure, panels, x=x, title="")
-
-
-def draw(panels: Mapping[str, Sequence[Curve]], *, x: str, title: str) -> Figure:
-    """The figure, laid out."""
-    from matplotlib.figure import Figure
-
-    figure = Figure()
-    _lay_out(figure, panels, x=x, title=title)
-    return figure
+        _lay_out(figure, panels, x=x, title=title)
 
 
 def _lay_out(figure: Figure, panels: Mapping[str, Sequence[Curve]], *, x: str, title: str) -> None:
@@ -111,22 +102,22 @@ def _lay_out(figure: Figure, panels: Mapping[str, Sequence[Curve]], *, x: str, t
         )  # fmt: skip
     elif title:
         figure.suptitle(title, x=0.02, ha="left")
-    if said := note(panels):
-        figure.supxlabel(said, x=0.02, ha="left", fontsize=NOTE_POINTS, color="#666666")
-    figure.draw_without_rendering()  # settles the layout, which the labels need
+    if text := note(panels):
+        figure.supxlabel(text, x=0.02, ha="left", fontsize=NOTE_POINTS, color="#666666")
+    figure.draw_without_rendering()  # lays out the panels, whose sizes the labels need
     for axes in grid[: len(panels)]:
         _spread_labels(axes)
 
 
 def note(panels: Mapping[str, Sequence[Curve]]) -> str:
-    """What the lines are, for who sees nothing but the picture; empty where they are plain."""
+    """A line below the picture that explains bands and smoothing; empty without either."""
     curves = [curve for each in panels.values() for curve in each]
-    said = []
+    parts = []
     if seeds := sorted({curve.num_seeds for curve in curves} - {1}):
-        said.append(f"mean of {' or '.join(map(str, seeds))} seeds, lowest to highest")
+        parts.append(f"mean of {' or '.join(map(str, seeds))} seeds, lowest to highest")
     if windows := sorted({curve.smooth_window for curve in curves} - {1}):
-        said.append(f"moving average over {windows[0]} points")
-    return "; ".join(said)
+        parts.append(f"moving average over {windows[0]} points")
+    return "; ".join(parts)
 
 
 def _draw_panel(
@@ -170,7 +161,7 @@ def _format_axes(axes: Axes, *, x: str) -> None:
 
 
 def _spread_labels(axes: Axes) -> None:
-    """Move labels of lines that end side by side apart, keeping their order."""
+    """Move the labels of lines that end side by side apart, in their order."""
     from matplotlib.text import Annotation
 
     labels = [text for text in axes.texts if isinstance(text, Annotation)]
@@ -180,7 +171,7 @@ def _spread_labels(axes: Axes) -> None:
     widths = [label.get_window_extent().width * points_per_pixel for label in labels]
     for group in side_by_side(ends[:, 0].tolist(), widths):
         places = spread([ends[index, 1] for index in group], 1.25 * LABEL_POINTS)
-        # All of a crowded panel's stay beside it: below lies the axis, above the next panel's.
+        # The labels of a crowded panel stay between its bottom and its top.
         low, high = (axes.bbox.y0 * points_per_pixel, axes.bbox.y1 * points_per_pixel)
         shift = min(0.0, high - max(places)) or max(0.0, low - min(places))
         places = [place + shift for place in places]
@@ -189,7 +180,7 @@ def _spread_labels(axes: Axes) -> None:
 
 
 def side_by_side(starts: Sequence[float], widths: Sequence[float]) -> list[list[int]]:
-    """Indices of intervals, in groups that overlap directly or through others, from the left.
+    """Groups of intervals that overlap directly or through others, as indices from the left.
 
     >>> side_by_side([0.0, 50.0, 5.0], [10.0, 10.0, 10.0])
     [[0, 2], [1]]
@@ -205,14 +196,14 @@ def side_by_side(starts: Sequence[float], widths: Sequence[float]) -> list[list[
 
 
 def spread(places: Sequence[float], gap: float) -> list[float]:
-    """`places`, moved as little as needed to lie at least `gap` apart, in their order.
+    """`places`, moved as little as needed to be at least `gap` apart, in their order.
 
     >>> spread([0.0, 1.0, 30.0], 10.0)
     [-4.5, 5.5, 30.0]
     """
     order = np.argsort(places, kind="stable")
     steps = gap * np.arange(len(places))
-    packed = np.array(places)[order] - steps  # where they must only not fall: isotonic regression
+    packed = np.array(places)[order] - steps  # these must not fall: isotonic regression
     last = len(places) + 1
     risen = [
         max(min(packed[low:high].mean() for high in range(i + 1, last)) for low in range(i + 1))
@@ -224,7 +215,7 @@ def spread(places: Sequence[float], gap: float) -> list[float]:
 
 
 def final_value(value: float) -> str:
-    """Three digits, all of them shown, so that labels compare.
+    """The value with three significant digits, zeros included, so that labels compare.
 
     >>> [final_value(value) for value in (0.87, 18.72, 1234.5, 0.00156, 0.0, -2e-7)]
     ['0.870', '18.7', '1,234', '0.00156', '0', '-2.00e-07']

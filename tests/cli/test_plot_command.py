@@ -9,12 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from matplotlib.figure import Figure
 
 from async_grpo.cli.main import main as async_grpo
 from async_grpo.cli.plot import main
 from async_grpo.util.errors import DataError
 from async_grpo.viewing.curves import Run, make_curves, parse_rows, read_run, values
-from async_grpo.viewing.figure import draw
+from async_grpo.viewing.figure import fill
 
 
 def write_run(folder, values, *, tail="", evaluations=(), options=None):
@@ -205,7 +206,8 @@ def labels_of(*runs):
         for i, run in enumerate(runs)
     ]
     panels = {"avg_reward": make_curves(made, x="step", y="avg_reward")}
-    (axes,) = draw(panels, x="step", title="").axes
+    fill(figure := Figure(), panels, x="step")
+    (axes,) = figure.axes
     return [(label.xy[0], label.get_position()[1]) for label in axes.texts]
 
 
@@ -223,7 +225,8 @@ def test_labels_of_a_crowded_panel_stay_beside_it():
         Run(str(i), "file", [{"step": s, "avg_reward": s / 9 - i / 500} for s in range(10)])
         for i in range(8)
     ]
-    figure = draw({"avg_reward": make_curves(made, x="step", y="avg_reward")}, x="step", title="")
+    panels = {"avg_reward": make_curves(made, x="step", y="avg_reward")}
+    fill(figure := Figure(), panels, x="step")
     (axes,) = figure.axes
     middles = [(box.y0 + box.y1) / 2 for box in (text.get_window_extent() for text in axes.texts)]
     assert len(middles) == 8

@@ -1,4 +1,4 @@
-"""Writes the page: columns and blocks into one file, in one pass over the dump."""
+"""Writes columns and blocks into the one file of a page, in one pass over the dump."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,7 @@ HERE = Path(__file__).parent
 BLOCK_BYTES = 2**20  # of JSON in a block: what looking at a sample inflates
 COMPRESSION = 6
 CODE = ("weight.js", "provenance.js", "sample.js", "curves.js", "page.js")
-OPTIONS = (  # of the run, which the page shows and computes with
+OPTIONS = (  # of the run: the page shows them and computes with them
     "algorithm", "advantage", "aggregation", "constant_length_samples", "ratio_level",
     "policy_loss", "clip_low", "clip_high", "dual_clip", "importance_correction",
     "correction_level", "correction_low", "correction_high", "kl_coefficient", "kl_estimator",
@@ -33,14 +34,14 @@ OPTIONS = (  # of the run, which the page shows and computes with
 )  # fmt: skip
 OF_STEP = ("batch", "step", "num_samples", "num_tokens", "ratio_mode")
 MEASURED = ("grad_norm", "learning_rate")
-NOT_OURS = (KeyError, TypeError, ValueError, AttributeError, IndexError)  # another program's line
+NOT_OURS = (KeyError, TypeError, ValueError, AttributeError, IndexError)  # another program's lines
 FindTokenizer = Callable[[str], object]
 Place = dict[str, int]  # step, round, rank
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What has become a page."""
+    """What a page was made of."""
 
     found: Amount
     num_shown: int
@@ -56,13 +57,13 @@ def write_page(
     max_mib: float,
     find_tokenizer: FindTokenizer,
 ) -> Written:
-    """The samples of `run` as the page `output`, with the columns and one block in memory.
+    """Write the samples of `run` as the page `output`, holding the columns and one block in memory.
 
     Of a dump with more than `max_samples` lines, or `max_mib` MiB, slots are left out evenly.
-    `find_tokenizer` is asked only where the dump has token ids, and may answer None. Raises
+    `find_tokenizer` is called only where the dump has token ids, and may return None. Raises
     `DataError` where there is no dump, `OSError` where `output` cannot be written.
     """
-    with Dump(run) as dump, tempfile.TemporaryFile() as file:
+    with closing(Dump(run)) as dump, tempfile.TemporaryFile() as file:
         amount = dump.amount()
         choice = choose(amount, max_samples=max_samples, max_bytes=max_mib * 2**20)
         blocks, columns = _Blocks(file), Columns()
@@ -97,28 +98,27 @@ def _read(
     places: dict[Key, Place],
     find_tokenizer: FindTokenizer,
 ) -> bool:
-    """Fill columns and blocks; whether there are tokens."""
+    """Fill columns and blocks; return whether the dump has token ids."""
     words: Words | None = None
-    trained = TrainedTokens(dump, choice)
-    for line in dump.lines(choice):
-        if words is None and "output_token_ids" in line:
-            words = Words(find_tokenizer(str(dump.config.get("model_name_or_path", ""))))
-        try:
-            key = key_of(line)
-            told = detail(line, trained=partial(trained.of, key), words=words)
-            place = {"step": step_of(line, dump.config)} | places.get(key, {})
-            columns.add(line, place, dump.config)
-        except NOT_OURS as error:
-            dump.broken(f"{type(error).__name__}: {error}")
-        else:
-            blocks.add(told)
+    with closing(TrainedTokens(dump, choice)) as trained:
+        for line in dump.lines(choice):
+            if words is None and "output_token_ids" in line:
+                words = Words(find_tokenizer(str(dump.config.get("model_name_or_path", ""))))
+            try:
+                key = key_of(line)
+                content = detail(line, trained=partial(trained.of, key), words=words)
+                place = {"step": step_of(line, dump.config)} | places.get(key, {})
+                columns.add(line, place, dump.config)
+            except NOT_OURS as error:
+                dump.broken(f"{type(error).__name__}: {error}")
+            else:
+                blocks.add(content)
     blocks.flush()
-    trained.close()
     return words is not None
 
 
 def step_of(line: Line, config: Line) -> int:
-    """Which gradient step of the run, from 1, its slot belongs to.
+    """The gradient step of the run, from 1, that the line's slot belongs to.
 
     >>> step_of({"batch": 2, "ordinal": 21}, {"batch_size": 8, "train_minibatch_size": 4})
     6
@@ -130,7 +130,7 @@ def step_of(line: Line, config: Line) -> int:
 
 
 def _steps(dump: Dump, choice: Choice) -> tuple[list[Line], dict[Key, Place]]:
-    """What is known of each gradient step, and where the chosen samples were trained."""
+    """The header's facts of each gradient step, and where the chosen samples were trained."""
     measured = dump.measured()
     steps: dict[int, Line] = {}
     places: dict[Key, Place] = {}
@@ -148,7 +148,7 @@ def _steps(dump: Dump, choice: Choice) -> tuple[list[Line], dict[Key, Place]]:
 
 
 class _Blocks:
-    """Texts of samples, in gzip'd JSON lists of about `BLOCK_BYTES`."""
+    """Writes the texts of samples to a file, as gzip'd JSON lists of about `BLOCK_BYTES`."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self.starts: list[int] = []  # of each block, the number of its first sample
@@ -157,10 +157,9 @@ class _Blocks:
         self._num_bytes = 0
         self._num_samples = 0
 
-    def add(self, told: dict[str, object]) -> None:
-        content = as_json(told)
-        self._waiting.append(content)
-        self._num_bytes += len(content)
+    def add(self, content: dict[str, object]) -> None:
+        self._waiting.append(as_json(content))
+        self._num_bytes += len(self._waiting[-1])
         if self._num_bytes >= BLOCK_BYTES:
             self.flush()
 
@@ -175,7 +174,7 @@ class _Blocks:
 
 
 def _assemble(page: BinaryIO, header: Line, columns: Columns, blocks: IO[bytes]) -> None:
-    """Numbers and code before the texts: the page is there before they have been read."""
+    """Write numbers and code before the texts, so that a browser shows the page while it loads."""
     style = (HERE / "page.css").read_text(encoding="utf-8")
     code = "".join((HERE / name).read_text(encoding="utf-8") for name in CODE)
     numbers = b"".join(values.tobytes() for values in columns.values.values())
@@ -197,7 +196,7 @@ def _assemble(page: BinaryIO, header: Line, columns: Columns, blocks: IO[bytes])
 
 
 def _filled(template: str, values: dict[str, str]) -> tuple[str, str]:
-    """The page before its blocks, and behind them; each name stands once in the template."""
+    """The page before its blocks, and after them; each name stands once in the template."""
     start, _, end = template.partition("@BLOCKS@")
     for name, value in values.items():
         before, _, after = start.partition(f"@{name}@")
@@ -206,13 +205,13 @@ def _filled(template: str, values: dict[str, str]) -> tuple[str, str]:
 
 
 def _script(name: str, content: bytes) -> bytes:
-    """An element that holds data: base64 has no character that could end it."""
+    """A script element that holds data: no character of base64 could end it."""
     packed = base64.b64encode(gzip.compress(content, COMPRESSION, mtime=0))
     return b'<script type="application/gzip" id="%s">%s</script>\n' % (name.encode(), packed)
 
 
 def as_json(value: object) -> bytes:
-    """ASCII alone, so that lone surrogates come through; what is not finite becomes null."""
+    """ASCII, so that lone surrogates come through; numbers that are not finite become null."""
     try:
         return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
     except ValueError:
@@ -228,5 +227,5 @@ def _finite(value: object) -> object:
 
 
 def _hash(text: str) -> str:
-    """What the page's policy allows: this text, and no other."""
+    """The hash by which the page's content policy allows this text, and no other."""
     return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

@@ -1,4 +1,4 @@
-"""One line of the dump as the page needs it: numbers for columns, texts and tokens for a block."""
+"""One line of the dump for the page: numbers for columns, texts and tokens for a block."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from async_grpo.config.roles import TEACHER
 from async_grpo.types import token_weight
 from async_grpo.viewing.page.dump import Key, Line
 
-# {column: its type, as Python's `array` has it, and JavaScript's}
+# {type code of Python's `array`: JavaScript's type}
 TYPES = {"d": "Float64Array", "f": "Float32Array", "I": "Uint32Array", "H": "Uint16Array"}
 NUMBERS = {
     "reward": "d", "format_reward": "d", "overlong_penalty": "d", "kl_penalty": "d",
@@ -25,14 +25,14 @@ NUMBERS = {
     "rank": "I", "oldest": "I", "attempt": "H", "index": "H",
 }  # fmt: skip
 CATEGORIES = ("fate", "dataset_type", "verdict", "finish_reason", "adapter")
-Column = Any  # of a line: None, a value a token, or such a list a row
-NONE = 2**32 - 1  # of an unsigned column: not known
-MAX_HEAD = 200  # characters of a question that filters read, and lists show
+Column = Any  # a value of a line: None, a list with a value a token, or such a list a row
+NONE = 2**32 - 1  # in an unsigned column: unknown
+MAX_HEAD = 200  # characters of a question that filters read and lists show
 
 
 @dataclass(slots=True)
 class Columns:
-    """The numbers of all samples, a value each; categories are numbers of `labels`."""
+    """The numbers of all samples, one value each; a category's value is its number in `labels`."""
 
     values: dict[str, array[Any]] = field(
         default_factory=lambda: (
@@ -51,7 +51,7 @@ class Columns:
         return len(self.values["batch"])
 
     def add(self, line: Line, place: Mapping[str, int], config: Line) -> None:
-        """Append a sample; `place`: its step, and its round and rank where they are known."""
+        """Append a sample; `place`: its step, and its round and rank if they are known."""
         known = {
             **line,
             **place,
@@ -74,29 +74,29 @@ class Columns:
 
 
 def key_of(line: Line) -> Key:
-    """Which sample of the run it is."""
+    """Ordinal, attempt and index of the line's sample."""
     return line["ordinal"], line["attempt"], line["index"]
 
 
 def spans(line: Line) -> list[list[Any]]:
-    """[version, start, stop] of all rows."""
+    """[version, start, stop] of each span, of all rows."""
     found = line["weights_versions"]
     return [span for row in found for span in row] if _is_by_row(line) else found
 
 
 def num_rows(line: Line) -> int:
-    """Sequences that are trained of the sample."""
+    """How many sequences of the sample are trained."""
     return len(line["weights_versions"]) if _is_by_row(line) else 1
 
 
 def _is_by_row(line: Line) -> bool:
-    """Whether columns are lists of one value a row, as those of one row were not in 0.1.0."""
+    """Whether columns are lists of one value a row; 0.1.0 wrote a single row's value alone."""
     found = line["weights_versions"]
     return bool(found) and not (found[0] and isinstance(found[0][0], str))
 
 
 def weight_of(line: Line, config: Line) -> float | None:
-    """w_i of its tokens in the loss, by the aggregation of the run."""
+    """The weight of the sample's tokens in the loss, by the run's aggregation; None: unknown."""
     num_trained = line.get("num_trained_tokens")
     if num_trained is None or "aggregation" not in config:
         return None
@@ -109,8 +109,8 @@ def detail(
 ) -> dict[str, object]:
     """Texts and tokens of a sample.
 
-    `trained` has what a rank said of a row; `words` makes text of token ids, and is None where the
-    dump has none.
+    `trained` returns a rank's line of a row; `words` makes text of token ids, and is None where the
+    dump has no ids.
     """
     kept = ("input", "answer", "output", "reason", "workers")
     turns = line.get("turns") or [
@@ -154,19 +154,19 @@ def _of_row(line: Line, number: int, values: Column) -> Column:
 
 
 def _flat(values: Column) -> Column:
-    """None in the place of several columns a token."""
+    """`values`, or None where a token has several values."""
     return None if values and isinstance(values[0], list) else values
 
 
 def _short(values: Iterable[float | None] | None) -> list[float | None] | None:
-    """Nine digits, which are enough to tell any two float32 apart."""
+    """Numbers of nine digits, which distinguish any two float32."""
     if values is None:
         return None
     return [None if each is None else float(f"{each:.9g}") for each in values]
 
 
 def _floats(text: str | None) -> list[float | None] | None:
-    """What `training.recorder.as_text` wrote."""
+    """The numbers that `training.recorder.as_text` wrote as text."""
     if text is None:
         return None
     return _short(np.frombuffer(base64.b64decode(text), "<f4").tolist())
@@ -183,22 +183,22 @@ def _number(value: Any, kind: str) -> float | int:
 
 
 class Words:
-    """Turns ids into text, one piece an id, which joined are the text."""
+    """Turns token ids into pieces of text, one for each id, whose concatenation is the text."""
 
     def __init__(self, tokenizer: Any) -> None:
-        """`tokenizer` is Hugging Face's; None: ids are shown as numbers."""
+        """`tokenizer` is one of transformers; None: ids are shown as numbers."""
         self._decode = functools.cache(lambda ids: tokenizer.decode(ids))
         self._has_text = tokenizer is not None
         self._piece = functools.cache(self._read)
 
     def __call__(self, ids: Sequence[int]) -> list[str]:
-        """A piece for each id. One that is a part of a letter is shown as the unknown letter."""
+        """A piece for each id; an id that is a part of a letter becomes the unknown letter."""
         if not self._has_text:
             return [f"⟨{each}⟩" for each in ids]
         return [self._piece(before, each) for before, each in zip([None, *ids], ids, strict=False)]
 
     def _read(self, before: int | None, each: int) -> str:
-        """What `each` adds behind `before`: some tokenizers drop a space where a text begins."""
+        """The text that `each` adds after `before`: some tokenizers drop a text's first space."""
         if before is None:
             return str(self._decode((each,)))
         pair, first = self._decode((before, each)), self._decode((before,))

@@ -1,28 +1,26 @@
-"""What a run has written about its samples, read line by line: a dump may be larger than memory."""
+"""A run's files about its samples, read line by line: a dump may be larger than memory."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, BinaryIO, Self
+from typing import Any, BinaryIO
 
 from async_grpo.telemetry.sample_dump import dump_files, steps_file, token_files
 from async_grpo.util.errors import DataError
-from async_grpo.viewing.curves import METRICS_FILENAME
+from async_grpo.util.run_folder import METRICS_FILE, PARAMETERS_FILE
+from async_grpo.viewing.curves import json_object
 
-PARAMS_FILENAME = "training_params.json"
 SAMPLES_FILENAME = "samples.jsonl"
-GOLDEN = 2_654_435_761  # 2^32 by the golden ratio: multiples of it are spread evenly
+GOLDEN = 2_654_435_761  # 2^32 by the golden ratio, whose multiples spread evenly
 OF_SLOT = re.compile(rb'\{"batch": (\d+), "ordinal": (\d+),')
 OF_ROW = re.compile(
     rb'\{"batch": (\d+), "ordinal": (\d+), "attempt": (\d+), "index": (\d+), "row": (\d+),'
 )
-Line = dict[str, Any]  # of JSON, whatever wrote it
+Line = dict[str, Any]  # a JSON object, which another program may have written
 Key = tuple[int, int, int]  # ordinal, attempt, index in the group
 
 
@@ -36,7 +34,7 @@ class Amount:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Which slots a page shows: all, or a share of them that is spread evenly over the run.
+    """Which slots a page shows: all, or a share of them, spread evenly over the run.
 
     >>> sum(Choice(0.25).has(ordinal) for ordinal in range(1000))
     251
@@ -49,7 +47,7 @@ class Choice:
 
 
 def choose(amount: Amount, *, max_samples: int, max_bytes: float) -> Choice:
-    """As many slots as fit both limits.
+    """The largest share of the slots whose lines are within both limits.
 
     >>> choose(Amount(1000, 10**6), max_samples=500, max_bytes=10**9)
     Choice(share=0.5)
@@ -64,7 +62,9 @@ class Dump:
     def __init__(self, run: Path) -> None:
         """`run`: the folder of a run, or its dump. Raises `DataError` if there is no dump."""
         self.folder = run if run.is_dir() else run.parent
-        self.config = _read_object(self.folder / PARAMS_FILENAME)
+        self.config: Line = {}
+        with suppress(OSError):
+            self.config = json_object((self.folder / PARAMETERS_FILE).read_bytes())
         name = str(self.config.get("dump_samples_filename") or SAMPLES_FILENAME)
         self.path = self.folder / name if run.is_dir() else run
         self.num_broken = 0  # lines that are no samples, such as one that is being written
@@ -77,21 +77,10 @@ class Dump:
             )
         with ExitStack() as stack:
             self._files = [stack.enter_context(file.open("rb")) for file in found]
-            self._closing = stack.pop_all()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._closing.close()
+            self.close = stack.pop_all().close
 
     def amount(self) -> Amount:
-        """How much there is; nothing is parsed."""
+        """Lines and bytes of the dump, counted without parsing."""
         num_lines = num_bytes = 0
         for file in self._files:
             file.seek(0)
@@ -101,7 +90,7 @@ class Dump:
         return Amount(num_lines, num_bytes)
 
     def lines(self, choice: Choice) -> Iterator[Line]:
-        """The chosen samples, the oldest first; what is no sample is counted."""
+        """The chosen samples, the oldest first; lines that are no samples are counted."""
         self.num_broken = 0
         for file in self._files:
             file.seek(0)
@@ -109,11 +98,10 @@ class Dump:
                 slot = OF_SLOT.match(raw)
                 if slot is not None and not choice.has(int(slot[2])):
                     continue
-                line = parsed(raw) if slot is not None else None
-                if line is None:
-                    self.broken(f"{raw[:80]!r}")
-                else:
+                if slot is not None and (line := parsed(raw)):
                     yield line
+                else:
+                    self.broken(f"{raw[:80]!r}")
 
     def broken(self, problem: str) -> None:
         """Count a line that is no sample."""
@@ -122,19 +110,15 @@ class Dump:
 
     def steps(self) -> Iterator[Line]:
         """Each gradient step: its denominators, and which rank trained what in which round."""
-        for raw in _raw_lines(steps_file(self.path)):
-            line = parsed(raw)
-            if line is not None:
-                yield line
+        return _objects(steps_file(self.path))
 
     def measured(self) -> dict[int, Line]:
         """{step: its row of metrics}."""
-        rows = (parsed(raw) for raw in _raw_lines(self.folder / METRICS_FILENAME))
-        return {row["step"]: row for row in rows if row is not None and "step" in row}
+        return {row["step"]: row for row in _objects(self.folder / METRICS_FILE) if "step" in row}
 
 
 class TrainedTokens:
-    """What the ranks' files say of the tokens that they trained, looked up by row."""
+    """The trained tokens that ranks have written, looked up by row."""
 
     def __init__(self, dump: Dump, choice: Choice) -> None:
         """Reads the files once, and remembers where the chosen rows stand."""
@@ -147,42 +131,30 @@ class TrainedTokens:
             for raw in file:
                 if (row := OF_ROW.match(raw)) and choice.has(int(row[2])):
                     _, ordinal, attempt, index, number = map(int, row.groups())
-                    # The newest counts: after a crash a step may have been trained again.
+                    # The newest counts: a step may have been trained again after a crash.
                     self._places[(ordinal, attempt, index), number] = len(self._files) - 1, start
                 start += len(raw)
 
     def of(self, key: Key, row: int) -> Line | None:
-        """The line of one row."""
-        place = self._places.get((key, row))
-        if place is None:
+        """The line of one row; None: no rank has written it."""
+        if (key, row) not in self._places:
             return None
-        file = self._files[place[0]]
-        file.seek(place[1])
-        return parsed(file.readline())
+        number, start = self._places[key, row]
+        self._files[number].seek(start)
+        return parsed(self._files[number].readline()) or None
 
     def close(self) -> None:
         for file in self._files:
             file.close()
 
 
-def parsed(raw: bytes) -> Line | None:
-    """The object of a whole line, or None."""
-    try:
-        line = json.loads(raw) if raw.endswith(b"\n") else None
-    except (ValueError, RecursionError):
-        return None
-    return line if isinstance(line, dict) else None
+def parsed(raw: bytes) -> Line:
+    """The JSON object of a whole line; empty: it has none, or is still being written."""
+    return json_object(raw) if raw.endswith(b"\n") else {}
 
 
-def _raw_lines(path: Path) -> Iterator[bytes]:
+def _objects(path: Path) -> Iterator[Line]:
+    """The JSON objects of a file that may not exist; other lines are left out."""
     if path.is_file():
         with path.open("rb") as file:
-            yield from file
-
-
-def _read_object(path: Path) -> Line:
-    try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+            yield from filter(None, map(parsed, file))
