@@ -1,121 +1,122 @@
-"""What a process of a run holds in memory, line by line, before it is there. Pure.
+"""The memory that each process of a run will hold, line by line, before it starts. Pure.
 
-Of a trainer's rank:
+A trainer rank holds:
 
     held          masters, gradients, moments, gathered weights: all the time
     activations   from the forward of a minibatch to its backward pass
-    working       what the largest moment of the backward pass needs besides
+    working       the temporary tensors at the largest moment of the backward pass
 
 Legend: P parameters, R ranks of a group of shards, D devices that share an engine, T tokens of a
 minibatch or of one forward, N sequences at a time, L layers, H hidden size, I size of the MLP, Q
-and K widths of queries and of keys, V vocabulary, C tokens of a chunk of logits, e bytes of a
-number of weights and activations. Activations are those of a decoder with a gated MLP, as most are;
-its layers keep a little less where they have no gate.
+and K widths of queries and of keys, V vocabulary, C tokens of a chunk of logits, e bytes of one
+value of weights and activations. Activations are those of a decoder with a gated MLP; layers
+without a gate keep a little less.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
 FLOAT32 = 4
 MIB, GIB = 2**20, 2**30
-# What engines are started with: rollout/engine_args.py.
+# Options with which rollout/engine_args.py starts engines.
 CPU_KV_CACHE_BYTES = 256 * MIB
 CPU_BATCHED_TOKENS = 4096
-WHOLE_SHARE = 0.92  # of a device that vLLM has for itself: its own default
+WHOLE_SHARE = 0.92  # of a device that vLLM has alone: vLLM's default
 KV_BLOCK_TOKENS = 32  # the least: prompts share whole blocks, and a sequence may waste one
 
-OF_LOGITS = 3  # float32 copies of a row: logits, at the temperature, their log-softmax
+OF_LOGITS = 3  # float32 copies of a row: logits, logits over temperature, log-softmax
 GRAPHS_BYTES = 3 * GIB // 2  # CUDA's context and graphs of an engine, an assumption
-OUTPUT_BYTES = 16  # of a token in a request: id, log-probability, version
+OUTPUT_BYTES = 16  # of an output token in a request: id, log-probability, version
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What a bill needs to know of a model."""
+    """The sizes of a model from which bills are computed."""
 
     num_parameters: int
     layer_parameters: int  # of the largest layer, a unit of sharding
-    root_parameters: int  # of all that is in no layer: embedding, head, last norm
+    root_parameters: int  # outside of layers: embedding, head, last norm
     num_layers: int
     hidden: int
     intermediate: int
     query_width: int  # heads * head size
-    key_width: int  # of keys, and of values
+    key_width: int  # heads of keys * head size; of values as well
     num_heads: int
     vocab_size: int
-    norms_heads: bool = False  # queries and keys have norms of their own
+    norms_heads: bool = False  # queries and keys are normalised
 
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """What a bill needs to know of how a rank trains."""
+    """How a rank trains, as its bill depends on it."""
 
     shard_ranks: int = 1
     num_tokens: int = 16384  # of a minibatch
     chunk_tokens: int = 1024  # whose logits exist at a time
-    compute_bytes: int = FLOAT32  # of a number of the compute type
+    compute_bytes: int = FLOAT32  # of one value in the compute dtype
     keeps_gathered: bool = False
     checkpointing: bool = False
-    defers: bool = False  # whole gradients wait for the end of the step
+    defers: bool = False  # gradients stay unsharded until the end of the step
     keeps_old_policy: bool = False
     offload: str = "none"  # none, optimizer, parameters
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One kind of memory."""
+    """One kind of memory of a process."""
 
     name: str
     num_bytes: int
     formula: str
-    on_host: bool = False  # of a rank that computes on a device
+    on_host: bool = False  # in host memory, though the process computes on a device
 
 
 @dataclass(frozen=True, slots=True)
 class Bill:
-    """All that a process holds at its largest moment."""
+    """The memory of a process when it holds most."""
 
-    who: str
-    lines: tuple[Line, ...]
+    lines: tuple[Line, ...] = ()
 
     @property
     def total(self) -> int:
-        """Where it computes; what is offloaded to the host is not in it."""
+        """Bytes where the process computes, without those on the host beside a device."""
         return sum(line.num_bytes for line in self.lines if not line.on_host)
 
     @property
     def on_host(self) -> int:
         return sum(line.num_bytes for line in self.lines if line.on_host)
 
+    def plus(self, *lines: Line) -> Bill:
+        """The bill with further lines, of which empty ones are left out."""
+        return Bill((*self.lines, *(line for line in lines if line.num_bytes)))
+
     def in_words(self) -> str:
-        """A line each, for the log."""
+        """The bill of a rank for the log, one row a line."""
         rows = [
             f"  {line.num_bytes / MIB:9,.1f} MiB  {line.name}"
             f"{' in the host' if line.on_host else ''}: {line.formula}"
             for line in self.lines
-            if line.num_bytes
         ]
-        return "\n".join((f"memory of {self.who}: {self.total / MIB:,.1f} MiB", *rows))
+        return "\n".join((f"memory of a trainer rank: {self.total / MIB:,.1f} MiB", *rows))
 
 
 def trainer_bill(model: ModelShape, training: Training) -> Bill:
-    """Of one rank from its second step on, when AdamW has its moments."""
-    lines = (*_held(model, training), *_activations(model, training), _working(model, training))
-    return Bill("a trainer rank", tuple(line for line in lines if line.num_bytes))
+    """The bill of one rank from its second step on, when AdamW has its moments."""
+    working = _working(model, training)
+    return Bill().plus(*_held(model, training), *_activations(model, training), working)
 
 
 def with_checkpointing_if_needed(
     model: ModelShape, training: Training, *, free_bytes: int
 ) -> Training:
-    """The same with `checkpointing` only where its bill is more than `free_bytes` without."""
+    """`training` with `checkpointing` only if its bill exceeds `free_bytes` without."""
     plain = replace(training, checkpointing=False)
     return replace(plain, checkpointing=trainer_bill(model, plain).total > free_bytes)
 
 
-def _held(model: ModelShape, training: Training) -> Sequence[Line]:
+def _held(model: ModelShape, training: Training) -> tuple[Line, ...]:
     own = ceil(model.num_parameters / training.shard_ranks) * FLOAT32
     divided = f"P / {training.shard_ranks} ranks"
     moves, steps = training.offload == "parameters", training.offload != "none"
@@ -139,34 +140,31 @@ def _held(model: ModelShape, training: Training) -> Sequence[Line]:
     )
 
 
-def _activations(model: ModelShape, training: Training) -> Sequence[Line]:
-    """Which hidden states, and of which layers everything."""
+def _activations(model: ModelShape, training: Training) -> tuple[Line, ...]:
+    """The activations of all layers, or the inputs of all and the activations of one."""
     tokens, size = training.num_tokens, training.compute_bytes
     layer = tokens * layer_token_bytes(model, size)
     ends = tokens * model.hidden * (FLOAT32 + 4 * size)  # last norm, head's input and its gradient
+    last = Line("last hidden states", ends, "T H (4 + 4 e)")
     if training.checkpointing:
         inputs = tokens * model.hidden * size * model.num_layers
+        recomputed = "one layer's activations, recomputed"
         return (
             Line("layers' inputs", inputs, "e T L H"),
-            Line("one layer's activations, recomputed", layer, "see layers' activations"),
-            Line("last hidden states", ends, "T H (4 + 4 e)"),
+            Line(recomputed, layer, "see layers' activations"),
+            last,
         )
-    every = layer * model.num_layers
-    formula = f"{layer_token_bytes(model, size)} bytes a token and layer: e (3 Q + 2 K + 4 I)" + (
-        " + 24 H" if size == FLOAT32 else " + 16 H"
-    )
-    return (
-        Line("layers' activations", every, formula),
-        Line("last hidden states", ends, "T H (4 + 4 e)"),
-    )
+    of_norms = " + 24 H" if size == FLOAT32 else " + 16 H"
+    formula = f"{layer_token_bytes(model, size)} bytes a token and layer: e (3 Q + 2 K + 4 I)"
+    return Line("layers' activations", layer * model.num_layers, formula + of_norms), last
 
 
 def layer_token_bytes(model: ModelShape, size: int) -> int:
-    """What one layer keeps of one token for its backward pass, with numbers of `size` bytes.
+    """Bytes that one layer keeps of one token for its backward pass, at `size` bytes a value.
 
-    Each of two norms: its input in float32, what it normalised, its output; in float32 the same
-    with the residual's. Queries, keys, values, the heads' output twice, a normaliser a head. Of the
-    MLP: gate, its activation, up, and their product.
+    Each of two norms keeps its input in float32, the normalised input and its output; in float32
+    the residual's sum as well. Attention keeps queries, keys, values, the heads' output twice, and
+    a normaliser for each head; the MLP keeps gate, its activation, up, and their product.
     """
     norms = 2 * model.hidden * (FLOAT32 + 2 * size)
     of_heads = (model.query_width + model.key_width) * (FLOAT32 + size) * model.norms_heads
@@ -175,7 +173,7 @@ def layer_token_bytes(model: ModelShape, size: int) -> int:
 
 
 def _working(model: ModelShape, training: Training) -> Line:
-    """The largest of three moments: the head's backward pass, a layer's, and the root's end."""
+    """The largest of three: the head's backward pass, a layer's, and the root's reduction."""
     size, tokens = training.compute_bytes, training.num_tokens
     casts = size if size < FLOAT32 else 0
     chunk = min(training.chunk_tokens, tokens) * model.vocab_size
@@ -185,13 +183,13 @@ def _working(model: ModelShape, training: Training) -> Line:
         chunk * (2 * FLOAT32 + casts) + head * (FLOAT32 + casts),
         f"C V {2 * FLOAT32 + casts} + H V {FLOAT32 + casts}",
     )
-    reduced = size + 2 * FLOAT32  # a gradient, and what reduces it
+    reduced = size + 2 * FLOAT32  # a gradient, and the buffers of its reduction
     at_layer = Line(
         "a layer's backward pass",
         head * size + model.layer_parameters * reduced + 3 * size * tokens * model.intermediate,
         f"e H V + {reduced} of a layer's parameters + 3 e T I",
     )
-    # The activations of the layers are gone by then, the gradient of the embedding is new.
+    # By then the activations of the layers are freed, and the gradient of the embedding is new.
     new = head * size * 2 + model.root_parameters * FLOAT32
     gone = sum(line.num_bytes for line in _activations(model, training))
     formula = "2 e H V + 4 of the root's parameters, less the activations"
@@ -201,16 +199,16 @@ def _working(model: ModelShape, training: Training) -> Line:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
-    """What a bill needs to know of a generation worker's engine."""
+    """The sizes of a generation worker's engine from which its bill is computed."""
 
-    devices: int = 1  # that share it
-    bytes_of_number: int = 2
+    devices: int = 1  # that share the engine
+    bytes_of_number: int = 2  # of one value of weights and caches
     batched_tokens: int = 8192  # of one step
     num_seqs: int = 256
     longest: int = 4096  # tokens of prompt and output
-    cache_bytes: int = 0  # of each device, given; 0: what is left of `may_take`
-    may_take: int = 0  # bytes of a device; 0: on a CPU
-    keeps_staged: bool = False  # the file of weights, for those that change alone
+    cache_bytes: int = 0  # on each device; 0: all that is left of `may_take`
+    may_take: int = 0  # bytes of each device that vLLM may use; 0: the engine is on CPUs
+    keeps_staged: bool = False  # the last weights stay staged, for updates by --weight-delta
 
     @property
     def on_cpu(self) -> bool:
@@ -218,12 +216,12 @@ class Engine:
 
 
 def engine_bill(model: ModelShape, engine: Engine) -> Bill:
-    """Of one device of an engine; with the host memory of its worker."""
+    """The bill of one device of an engine, with the host memory of its worker."""
     given = "given" if engine.cache_bytes else "what is left"
     token = ceil(cached_token_bytes(model, engine.bytes_of_number) / engine.devices)
     staged = "kept for --weight-delta" if engine.keeps_staged else "during an update"
     held = OUTPUT_BYTES * engine.num_seqs * engine.longest
-    lines = (
+    return Bill().plus(
         *_beside_cache(model, engine),
         Line("keys and values", cache_bytes(model, engine), f"{given}, 2 L K e / D = {token} B"
              " a token"),
@@ -231,29 +229,28 @@ def engine_bill(model: ModelShape, engine: Engine) -> Bill:
              on_host=True),
         Line("outputs held", held, f"{OUTPUT_BYTES} a token of N sequences", on_host=True),
     )  # fmt: skip
-    return Bill("a generation worker", tuple(line for line in lines if line.num_bytes))
 
 
 def cached_token_bytes(model: ModelShape, size: int) -> int:
-    """Keys and values of one token in all layers, of `size` bytes a number."""
+    """Bytes of one token's keys and values in all layers, at `size` bytes a value."""
     return 2 * model.num_layers * model.key_width * size
 
 
 def cache_bytes(model: ModelShape, engine: Engine) -> int:
-    """Of each device, for keys and values."""
+    """Bytes of each device for keys and values."""
     taken = sum(line.num_bytes for line in _beside_cache(model, engine))
     return engine.cache_bytes or max(0, engine.may_take - taken)
 
 
 def cached_tokens(model: ModelShape, engine: Engine) -> int:
-    """That all devices of an engine can hold together."""
+    """Tokens whose keys and values all devices of an engine hold together."""
     token = cached_token_bytes(model, engine.bytes_of_number)
     return engine.devices * cache_bytes(model, engine) // token
 
 
 def missing_bytes(model: ModelShape, engine: Engine) -> int:
-    """Of each device, that an engine lacks to hold one sequence of the longest length; or 0."""
-    if not engine.may_take:
+    """Bytes that each device lacks to hold one sequence of the longest length; 0: none."""
+    if engine.on_cpu:
         return 0
     token = cached_token_bytes(model, engine.bytes_of_number) / engine.devices
     needed = sum(line.num_bytes for line in _beside_cache(model, engine))
@@ -261,7 +258,7 @@ def missing_bytes(model: ModelShape, engine: Engine) -> int:
 
 
 def cache_of_cpu(*, longest: int, token_bytes: int) -> int:
-    """Bytes that an engine on a CPU is given, of which vLLM would take nearly all.
+    """Bytes of cache for an engine on a CPU; by itself vLLM would take nearly all memory.
 
     One sequence of the longest length fits: vLLM refuses to start with less.
     """
@@ -269,17 +266,18 @@ def cache_of_cpu(*, longest: int, token_bytes: int) -> int:
 
 
 def batched_on_cpu(longest: int) -> int:
-    """Prompt tokens of one step of an engine on a CPU, which cuts no prompt in two."""
+    """Prompt tokens of one step of an engine on a CPU, which does not split prompts."""
     return max(longest, CPU_BATCHED_TOKENS)
 
 
 def _beside_cache(model: ModelShape, engine: Engine) -> tuple[Line, ...]:
+    """The memory of one device of an engine, without keys and values."""
     size, tokens, parts = engine.bytes_of_number, engine.batched_tokens, engine.devices
     widest = max(3 * model.intermediate, model.query_width + 2 * model.key_width)
     logits = OF_LOGITS * FLOAT32
     return (
         Line("weights", ceil(model.num_parameters * size / parts), f"e P / {parts} devices"),
-        # vLLM packs the head for oneDNN, and leaves the tied embedding as it is.
+        # vLLM packs a copy of the head for oneDNN, beside the tied embedding.
         Line("packed head", size * model.hidden * model.vocab_size * engine.on_cpu, "e H V"),
         Line("activations", size * tokens * (2 * model.hidden + ceil(widest / parts)),
              "e T (2 H + 3 I / D)"),
@@ -290,24 +288,23 @@ def _beside_cache(model: ModelShape, engine: Engine) -> tuple[Line, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scoring:
-    """What a bill needs to know of a reference or teacher worker."""
+    """The sizes of a reference or teacher worker from which its bill is computed."""
 
-    bytes_of_number: int = 2
+    bytes_of_number: int = 2  # of one value of weights and activations
     num_tokens: int = 16384  # of one packed forward
     chunk_tokens: int = 1024
-    is_updated: bool = False  # with the policy's weights, now and then
+    is_updated: bool = False  # the policy's weights replace the worker's now and then
 
 
 def scorer_bill(model: ModelShape, scoring: Scoring) -> Bill:
-    """Of one worker, which computes forward alone."""
+    """The bill of one scoring worker, which computes forward passes alone."""
     size, tokens = scoring.bytes_of_number, scoring.num_tokens
     widest = max(3 * model.intermediate, 3 * model.query_width + 2 * model.key_width)
     chunk = min(scoring.chunk_tokens, tokens) * model.vocab_size
     new = model.num_parameters * size * scoring.is_updated
-    lines = (
+    return Bill().plus(
         Line("weights", model.num_parameters * size, "e P"),
         Line("activations", tokens * (size * widest + 12 * model.hidden), "T (3 e I + 12 H)"),
         Line("logits", 2 * FLOAT32 * chunk, "8 C V"),
         Line("new weights", new, "e P during an update", on_host=True),
     )
-    return Bill("a scoring worker", tuple(line for line in lines if line.num_bytes))

@@ -1,9 +1,10 @@
-"""A run as the plan sees it: options, sizes of models, devices that it may have. Pure.
+"""A run to be planned: its options, the sizes of its models, the devices that it may have. Pure.
 
-What makers' data sheets say of devices: dense products of bfloat16 without sparsity, one direction
-of links. What config.json, or its published name, says of a model, a dense decoder: embedding
-[V, H], in each layer queries [H, Q], keys and values [H, K] each, output [Q, H], a gated MLP of
-three [H, I], two norms; a last norm and, unless tied, a head [V, H].
+Devices are as their makers' data sheets state them: dense products of bfloat16 without sparsity,
+one direction of links. Sizes of a model come from config.json, or from its published name. Every
+model counts as a dense decoder: embedding [V, H], in each layer queries [H, Q], keys and values
+[H, K] each, output [Q, H], a gated MLP of three [H, I], two norms; a last norm and, unless tied, a
+head [V, H].
 """
 
 from __future__ import annotations
@@ -22,20 +23,21 @@ from async_grpo.devices.bill import FLOAT32, ModelShape
 from async_grpo.util.errors import ConfigError, UnfitModel
 
 BF16 = 2
+CORES = 50  # of a machine with devices, for verifiers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """A run's file and the machines for it."""
+    """The options of a run, the sizes of its models, and the machines for it."""
 
     train: TrainConfig
     workers: tuple[WorkerConfig, ...]
     num_ranks: int
     model: ModelShape
     worker_models: Mapping[int, ModelShape]  # by the number of the worker's table
-    longest: Mapping[int, int]  # prompt and output in tokens that each of these takes
+    longest: Mapping[int, int]  # tokens of prompt and output that each of these workers takes
     fleet: Fleet
-    host_bytes: int = 0  # memory of a machine; 0: nobody knows
+    host_bytes: int = 0  # memory of a machine; 0: unknown
 
     @property
     def on_cpu(self) -> bool:
@@ -43,10 +45,7 @@ class Asked:
 
     @property
     def generation(self) -> int:
-        """The number of the table of generation workers: the first, should there be several.
-
-        Raises `ConfigError` where there is none.
-        """
+        """The number of the first table of generation workers; `ConfigError` without any."""
         found = [n for n, each in enumerate(self.workers) if each.mode == GENERATION]
         if not found:
             raise ConfigError(
@@ -57,44 +56,59 @@ class Asked:
 
     @property
     def scorers(self) -> tuple[int, ...]:
-        """The numbers of the tables whose workers the algorithm needs to score."""
+        """The numbers of the tables whose workers score for the algorithm."""
         needs = {need.role for need in find_algorithm(self.train).needs}
-        wanted = {each for each in needs if each == REFERENCE}
-        modes = {TEACHER} | ({LOGPROB} if wanted else set())
+        modes = (TEACHER, LOGPROB) if REFERENCE in needs else (TEACHER,)
         return tuple(n for n, each in enumerate(self.workers) if each.mode in modes)
 
     @property
     def own_split(self) -> Split:
-        """Of the file."""
+        """The split that the run's file gives."""
         engines = sum(each.num_workers for each in self.workers if each.mode == GENERATION)
         scorers = tuple(self.workers[number].num_workers for number in self.scorers)
         return Split(engines=engines, ranks=self.num_ranks, scorers=scorers)
 
     @property
     def num_samples(self) -> int:
-        """Of a batch."""
+        """Samples of a batch."""
         return self.train.batching.batch_size * self.train.sampling.samples_per_question
 
     @property
     def engine_devices(self) -> int:
-        """Of one engine."""
+        """Devices of one engine."""
         return self.workers[self.generation].tensor_parallel_size
 
     @property
     def train_bytes(self) -> int:
-        """Of a number of the trainer's compute type."""
-        precision = self.train.memory.mixed_precision
-        is_bf16 = precision == "bf16" or (precision == "auto" and not self.on_cpu)
-        return BF16 if is_bf16 else FLOAT32
+        """Bytes of one value in the trainer's compute dtype."""
+        return self._bytes_of(self.train.memory.mixed_precision)
 
     def worker_bytes(self, number: int) -> int:
-        """Of a number of a worker's weights."""
-        dtype = self.workers[number].dtype
-        is_bf16 = dtype == "bfloat16" or (dtype == "auto" and not self.on_cpu)
+        """Bytes of one value of a worker's weights."""
+        return self._bytes_of(self.workers[number].dtype)
+
+    def _bytes_of(self, dtype: str) -> int:
+        is_bf16 = dtype in ("bf16", "bfloat16") or (dtype == "auto" and not self.on_cpu)
         return BF16 if is_bf16 else FLOAT32
 
+    @property
+    def num_verifiers(self) -> int:
+        """Processes that grade at a time; 0: no worker has rewards."""
+        pool = next((each for each in self.workers if each.reward_names), None)
+        return min(pool.global_num_verifiers, self.fleet.num_cores or CORES) if pool else 0
+
+    def room(self, share: float) -> int:
+        """Bytes of memory in a share of one device."""
+        return int(self.fleet.kind.memory_bytes * share)
+
+    def with_worker(self, number: int, **options: Any) -> Asked:
+        """The same run with other options in one table of workers."""
+        workers = list(self.workers)
+        workers[number] = replace(workers[number], **options)
+        return replace(self, workers=tuple(workers))
+
     def shard_ranks(self, num_ranks: int) -> int:
-        """Ranks that share a copy of the model."""
+        """How many of `num_ranks` ranks share one copy of the model."""
         asked = self.train.memory.shard_ranks
         if asked is None:
             machines = 1 if self.on_cpu else -(-num_ranks // self.fleet.of_a_node)
@@ -103,48 +117,48 @@ class Asked:
 
     @property
     def is_shared(self) -> bool:
-        """Whether several of its processes have one device."""
+        """Whether several processes of the run share a device."""
         shares = [each.gpus_per_worker for each in self.workers if each.num_devices]
         return not self.on_cpu and min(self.train.memory.gpus_per_rank, *shares) < 1
 
     @property
     def other_devices(self) -> int:
-        """That the file's judges and services take, whatever the split."""
+        """Devices of the file's judges and services, which every split has."""
         others = [each for each in self.workers if each.kind in (JUDGE, SERVICE)]
         return sum(each.num_workers * each.num_devices for each in others)
 
     def devices_of(self, split: Split) -> int:
-        """That all of them take."""
+        """Devices that the split takes, with those of judges and services."""
         others = sum(split.scorers) + self.other_devices
         return split.ranks + split.engines * self.engine_devices + others
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How many of each there are."""
+    """How many processes of each role a run has."""
 
     engines: int
     ranks: int
     scorers: tuple[int, ...] = ()  # in the order of `Asked.scorers`
 
 
-A_NODE = 8  # devices of a machine, where nobody says
+A_NODE = 8  # devices of a machine by default
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """One device; a CPU is one core, whose memory is its machine's."""
+    """A kind of device; a CPU is one core, whose memory is its machine's."""
 
     name: str
-    flops: float  # products of the compute type
+    flops: float  # a second, of products in the compute dtype
     bytes_per_s: float  # of its memory
     memory_bytes: float
     link_bytes_per_s: float  # to the devices of its machine
     network_bytes_per_s: float = 50e9  # a device's share: 400 Gb/s
     host_bytes_per_s: float = 64e9  # PCIe Gen5 x16
     is_cpu: bool = False
-    has_large_batches: bool = True  # of vLLM's defaults by device
-    source: str = ""  # who says so; empty: its maker
+    has_large_batches: bool = True  # vLLM's defaults for this device are large
+    source: str = ""  # of these numbers; empty: the maker's data sheet
 
 
 H100 = Kind(name="H100", flops=989e12, bytes_per_s=3.35e12, memory_bytes=80e9,
@@ -176,12 +190,12 @@ KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """The devices that a run may have: machines of so many of one kind; none: CPUs alone."""
+    """The devices that a run may have, all of one kind; without nodes it runs on CPUs."""
 
-    nodes: tuple[int, ...]
+    nodes: tuple[int, ...]  # devices of each machine
     kind: Kind
-    num_cores: int = 0  # that everything shares; 0: devices do the work
-    threads: int = 1  # of each process that computes on them
+    num_cores: int = 0  # that all processes share; 0: devices do the work
+    threads: int = 1  # of each process that computes on cores
 
     @property
     def num_devices(self) -> int:
@@ -199,9 +213,9 @@ class Fleet:
 
 
 def fleet_of(text: str, *, kind: str = "") -> Fleet:
-    """Of 16, of 8,8 (machines), or of 16xH200; more than 8 devices stand 8 in a machine.
+    """The fleet of a text: 16, 8,8 (machines) or 16xH200; machines have 8 devices by default.
 
-    Raises `ConfigError` for a text that says no devices, and for an unknown kind.
+    Raises `ConfigError` for a text that names no devices, and for an unknown kind.
 
     >>> fleet_of("20xA100").nodes, str(fleet_of("8,8"))
     ((8, 8, 4), '16 x H100 on 2 machines')
@@ -226,11 +240,11 @@ def fleet_of(text: str, *, kind: str = "") -> Fleet:
 
 
 NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-WITH_BIAS = ("qwen2",)  # model types whose queries, keys and values have one
+WITH_BIAS = ("qwen2",)  # model types whose queries, keys and values have a bias
 WITH_HEAD_NORMS = ("qwen3", "gemma3_text", "olmo2")
 
 
-def _config(  # as config.json of the published models has it
+def _config(  # the sizes that config.json of a published model states
     kind: str, hidden: int, intermediate: int, layers: int, heads: int, key_heads: int,
     vocabulary: int, *, head: int = 0, tied: bool = False,
 ) -> Mapping[str, object]:  # fmt: skip
@@ -269,9 +283,9 @@ ENDINGS = ("-instruct", "-base", "-chat")
 
 
 def shape_of_config(config: Mapping[str, Any], *, who: str, num_parameters: int = 0) -> ModelShape:
-    """Of a decoder's config.json; `num_parameters` as its files count them, 0: by arithmetic.
+    """The sizes in a decoder's config.json; `num_parameters`: of its files, 0: to be computed.
 
-    Raises `UnfitModel` for a config that does not say what is needed.
+    Raises `UnfitModel` for a config without one of `NEEDED`.
     """
     if missing := [name for name in NEEDED if not isinstance(config.get(name), int)]:
         raise UnfitModel(
@@ -305,7 +319,7 @@ def shape_of_config(config: Mapping[str, Any], *, who: str, num_parameters: int 
 
 
 def published_config(name: str) -> Mapping[str, object] | None:
-    """The sizes that a model of this name was published with; None for a name unknown here.
+    """The config of the published model of this name; None for an unknown name.
 
     >>> published_config("Qwen/Qwen2.5-7B-Instruct")["num_hidden_layers"]
     28
@@ -317,7 +331,7 @@ def published_config(name: str) -> Mapping[str, object] | None:
 
 
 def unknown_model(name: str) -> UnfitModel:
-    """What there is to say of a model whose sizes cannot be had."""
+    """The error for a model whose sizes are unknown."""
     plain = name.rpartition("/")[2].lower()
     [near] = difflib.get_close_matches(plain, PUBLISHED, n=1, cutoff=0.0)
     return UnfitModel(
@@ -328,5 +342,5 @@ def unknown_model(name: str) -> UnfitModel:
 
 
 def multiplied(model: ModelShape) -> int:
-    """Parameters that a token is multiplied by: with the head, without the embedding."""
+    """Parameters in the matrix products of one token: with the head, without the embedding."""
     return model.num_layers * model.layer_parameters + model.vocab_size * model.hidden

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 
 from async_grpo.devices.bill import GIB, MIB
 from async_grpo.planning.asked import Asked
-from async_grpo.planning.bills import CORES, RoleBill
+from async_grpo.planning.bills import RoleBill
 from async_grpo.planning.prediction import Prediction
 from async_grpo.planning.rates import Lengths, Rates
 from async_grpo.planning.search import Found
@@ -145,15 +145,16 @@ def phases(plan: Plan) -> tuple[Phase, ...]:
     """Of one gradient step with the recommended split."""
     best, rates, train = plan.best, plan.rates, plan.asked.train
     samples = train.batching.questions_per_step * train.sampling.samples_per_question
+    verifiers = max(1, plan.asked.num_verifiers)
     engine, trainer, sync = rates.engine, rates.trainer, rates.sync
     found = [
         Phase("generation", best.generating_s, True,
               f"steps of {_ms(engine.step_s)} + {_ms(engine.per_sequence_s)} a sequence + "
               f"{engine.per_kv_token_s * 1e9:.3g} ns a cached token; {best.places:.0%} of the "
               "places held", rates.source("engine")),
-        Phase("verification", samples * rates.control.verification_s / _verifiers(plan), True,
+        Phase("verification", samples * rates.control.verification_s / verifiers, True,
               f"{samples:,} samples x {_ms(rates.control.verification_s)} / "
-              f"{_verifiers(plan)} processes", rates.source("control")),
+              f"{verifiers} processes", rates.source("control")),
         Phase("training", best.training_s, False,
               f"{best.rounds:.3g} rounds; a rank trains {trainer.cost_per_second:,.0f} tokens/s",
               rates.source("trainer")),
@@ -176,13 +177,6 @@ def phases(plan: Plan) -> tuple[Phase, ...]:
 def _way(plan: Plan) -> str:
     is_one = len(plan.asked.fleet.nodes) < 2
     return "through the machine's memory" if is_one else "e P to all machines of engines"
-
-
-def _verifiers(plan: Plan) -> int:
-    """Processes that grade at a time."""
-    pool = next((each for each in plan.asked.workers if each.reward_names), None)
-    most = plan.asked.fleet.num_cores or CORES
-    return min(pool.global_num_verifiers, most) if pool else 1
 
 
 def _phases(plan: Plan) -> Iterator[str]:
