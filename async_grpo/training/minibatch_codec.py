@@ -1,14 +1,14 @@
 """One rank's minibatch as bytes and back, exactly, and a file of records that hold them.
 
-All is kept that `model.collate` reads of a minibatch: arrays of all rows lie end to end, as
-safetensors, and nothing is pickled. Texts, the questions' columns and the versions of the weights
-stay behind (the dump of samples has them).
+The bytes hold all that `model.collate` reads of a minibatch: the arrays of all rows, end to end, as
+safetensors; nothing is pickled. They hold no texts, no columns of questions and no versions of
+weights, which the dump of samples has.
 
-A file is only appended to. Its records have JSON and an array part each, with a checksum:
+A file is only appended to. Each record has JSON, arrays and a checksum of both:
 
     magic "AGR1" | crc32 | bytes of JSON | bytes of arrays | JSON | arrays | magic …
 
-A process that is killed leaves at most one record that is cut short, at the end.
+A process that is killed leaves at most one truncated record, at the end.
 
 Legend: S rows, P prompt tokens and L output tokens of all rows.
 """
@@ -24,15 +24,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 from safetensors.numpy import load, save
 
 from async_grpo.types import Episode, Minibatch, Question, Row, Sample, Verdict
 from async_grpo.util.errors import DataError
 
-# Of teachers: a step of them would be many times as large as a checkpoint.
+# Teachers' payloads that are not written: those of a step are many times as large as a checkpoint.
 TOO_LARGE = ("teacher.hidden", "teacher.logits")
-SCORES, HAS = "scores.", "has."  # and a name
+SCORES, HAS = "scores.", "has."  # prefixes of arrays, before the name of a score
 
 Arrays = dict[str, NDArray[np.generic]]
 MAGIC = b"AGR1"
@@ -40,26 +40,24 @@ HEAD = struct.Struct("<4sIIQ")
 
 
 def without_too_large(minibatch: Minibatch) -> tuple[Minibatch, list[str]]:
-    """The minibatch as it can be kept, and which scores it lacks to be trained again."""
+    """The minibatch without the scores `TOO_LARGE`, and the sorted names of those it had."""
     names = {name for sample in minibatch.samples for name in sample.scores}
     left_out = sorted(names & {*TOO_LARGE})
-    if not left_out:
-        return minibatch, left_out
     samples = (
         replace(sample, scores={n: v for n, v in sample.scores.items() if n not in left_out})
         for sample in minibatch.samples
     )
-    return replace(minibatch, samples=tuple(samples)), left_out
+    return (replace(minibatch, samples=tuple(samples)) if left_out else minibatch), left_out
 
 
 def encode(minibatch: Minibatch) -> bytes:
-    """The minibatch as `decode` gives it back; 9 bytes an output token and 4 a prompt token."""
+    """The bytes that `decode` reads: 9 an output token without scores, 4 a prompt token."""
     parts = minibatch.parts()
     return save(_arrays(parts) if parts else {})
 
 
 def decode(content: bytes, *, round_index: int) -> Minibatch:
-    """What `encode` wrote; one row a sample, as ranks receive them."""
+    """The minibatch whose bytes `encode` wrote; each sample has one row, as ranks receive them."""
     arrays = load(content)
     if not arrays:
         return Minibatch(round_index, ())
@@ -75,13 +73,14 @@ def decode(content: bytes, *, round_index: int) -> Minibatch:
 
 def _arrays(parts: Sequence[Sample]) -> Arrays:
     rows = [part.episode.rows[0] for part in parts]
+    logprobs = [_zeros(row) if row.logprobs is None else row.logprobs for row in rows]
     found: Arrays = {
         "prompt_ids": np.concatenate([row.prompt_token_ids for row in rows]),  # [P] int32
         "prompt_lengths": np.array([len(row.prompt_token_ids) for row in rows]),  # [S]
         "output_ids": np.concatenate([row.token_ids for row in rows]),  # [L] int32
         "output_lengths": np.array([len(row.token_ids) for row in rows]),  # [S]
         "loss_mask": np.concatenate([row.loss_mask for row in rows]),  # [L] bool
-        "behaviour_logprobs": np.concatenate([_logprobs(row) for row in rows]),  # [L] float32
+        "behaviour_logprobs": np.concatenate(logprobs),  # [L] float32
         "is_given": np.array([row.logprobs is None for row in rows]),  # [S] bool
         "keys": np.array([part.key for part in parts], np.int64),  # [S, 4]
         "num_trained_elsewhere": np.array([part.num_trained_elsewhere for part in parts]),  # [S]
@@ -90,38 +89,25 @@ def _arrays(parts: Sequence[Sample]) -> Arrays:
     return found | _advantages(parts) | _scores(parts)
 
 
-def _logprobs(row: Row) -> NDArray[np.float32]:
-    return np.zeros(len(row.token_ids), np.float32) if row.logprobs is None else row.logprobs
-
-
 def _advantages(parts: Sequence[Sample]) -> Arrays:
-    """A number a row [S], and where any row has one a token, [L] too."""
-    by_token = [isinstance(part.advantage, np.ndarray) for part in parts]
-    numbers = [
-        0.0 if tokens else part.advantage for part, tokens in zip(parts, by_token, strict=True)
-    ]
+    """One number a row [S]; if any row has one a token, also those of tokens [L]."""
+    by_token = np.array([isinstance(part.advantage, np.ndarray) for part in parts])
+    numbers = [0.0 if np.ndim(part.advantage) else part.advantage for part in parts]
     found: Arrays = {"advantages": np.array(numbers, np.float64)}
-    if any(by_token):
-        found["by_token"] = np.array(by_token)
-        lengths = [len(part.episode.rows[0].token_ids) for part in parts]
-        values = [
-            part.advantage if isinstance(part.advantage, np.ndarray) else np.zeros(n, np.float32)
-            for part, n in zip(parts, lengths, strict=True)
-        ]
-        found["token_advantages"] = np.concatenate(values)
+    if by_token.any():
+        found["by_token"] = by_token
+        found["token_advantages"] = np.concatenate(
+            [p.advantage if np.ndim(p.advantage) else _zeros(p.episode.rows[0]) for p in parts]
+        )
     return found
 
 
 def _scores(parts: Sequence[Sample]) -> Arrays:
-    """Of each name an array [L] or [L, K]; zeros for rows that have none, which [S] tells."""
+    """By name an array [L] or [L, K], zeros for rows without it, and which rows have it, [S]."""
     found: Arrays = {}
-    names = dict.fromkeys(name for part in parts for name in part.scores)
-    for name in names:
-        known = next(part.scores[name] for part in parts if name in part.scores)
+    for name, known in {n: v for part in parts for n, v in part.scores.items()}.items():
         own = [
-            part.scores.get(
-                name, np.zeros((len(part.episode.rows[0].token_ids), *known.shape[1:]), known.dtype)
-            )
+            part.scores.get(name, _zeros(part.episode.rows[0], known.shape[1:], known.dtype))
             for part in parts
         ]
         found[SCORES + name] = np.concatenate(own)
@@ -129,10 +115,15 @@ def _scores(parts: Sequence[Sample]) -> Arrays:
     return found
 
 
+def _zeros(row: Row, shape: Sequence[int] = (), dtype: DTypeLike = np.float32) -> NDArray[Any]:
+    """Zeros of a shape for each output token of a row."""
+    return np.zeros((len(row.token_ids), *shape), dtype)
+
+
 def _sample(
     number: int, prompt: NDArray[np.int32], own: slice, arrays: Mapping[str, Any]
 ) -> Sample:
-    """Row `number`, whose output tokens are `own`."""
+    """The sample of row `number`; `own` are its places among all output tokens."""
     ordinal, attempt, index, row = map(int, arrays["keys"][number])
     logprobs = None if arrays["is_given"][number] else arrays["behaviour_logprobs"][own]
     by_token = "by_token" in arrays and arrays["by_token"][number]
@@ -153,7 +144,7 @@ def _sample(
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """Where a record lies."""
+    """One record of a file: its JSON, and where its arrays lie."""
 
     path: Path
     start: int  # of the head, in bytes
@@ -163,12 +154,12 @@ class Frame:
 
     @property
     def end(self) -> int:
-        """Where the next one begins."""
+        """Offset in bytes at which the next record begins."""
         return self.start + HEAD.size + len(self.text) + self.num_array_bytes
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The JSON. Raises `DataError` when it is damaged."""
+        """The JSON, unchecked. Raises `DataError` when it cannot be parsed."""
         try:
             found: dict[str, Any] = json.loads(self.text)
         except ValueError as error:
@@ -176,12 +167,12 @@ class Frame:
         return found
 
     def checked(self) -> dict[str, Any]:
-        """The JSON. Raises `DataError` when it or the arrays are not what was written."""
+        """The JSON. Raises `DataError` when the checksum of JSON and arrays is another."""
         self.load()
         return self.facts
 
     def load(self) -> bytes:
-        """The arrays. Raises `DataError` when they or the JSON are not what was written."""
+        """The arrays. Raises `DataError` when the checksum of JSON and arrays is another."""
         with self.path.open("rb") as file:
             file.seek(self.start + HEAD.size + len(self.text))
             arrays = file.read(self.num_array_bytes)
@@ -191,16 +182,16 @@ class Frame:
 
 
 def frame(facts: Mapping[str, object], arrays: bytes = b"") -> bytes:
-    """One record; numbers of `facts` come back to the bit."""
+    """The bytes of one record; `Frame.facts` gives back the same numbers, to the bit."""
     text = json.dumps(facts).encode()
     checksum = zlib.crc32(arrays, zlib.crc32(text))
     return HEAD.pack(MAGIC, checksum, len(text), len(arrays)) + text + arrays
 
 
 def read_frames(path: Path) -> Iterator[Frame]:
-    """The records of a file that are whole, in order; their arrays are not read.
+    """Yield the whole records of a file in order, without reading their arrays.
 
-    Raises `DataError` where another one must begin and does not.
+    Raises `DataError` at a place where a record must begin and none does.
     """
     size = path.stat().st_size
     with path.open("rb") as file:

@@ -1,13 +1,13 @@
-"""What every rank was given to train and what it made of it, as files hold it.
+"""The files in which each rank records its minibatches and what became of them.
 
     <output_dir>/replay/rank_0.batch_0.log, rank_0.batch_12.log, … rank_1.batch_0.log, …
     <output_dir>/non_finite/step_12_rank_0.log, …
 
-Each rank has files of its own, of records (`training.minibatch_codec`): first `run`, the options
-and the machine; then for each gradient step its minibatches, and an `end` with the step's
-denominators, its gradient norm and a digest of the parameters. `training.recorder` writes them; the
-newest batches, in `replay/`, are for `async-grpo replay`. A file of `non_finite/` has the
-minibatches behind one step that was not finite, which can be trained again:
+A file holds records of one rank (`training.minibatch_codec`): first `run`, with the options and
+the machine; then for each gradient step its minibatches, and an `end` with the step's denominators,
+its gradient norm and a digest of the parameters. `training.recorder` writes them. `async-grpo
+replay` reads the newest batches, in `replay/`. A file of `non_finite/` holds the minibatches of one
+step whose loss or gradient was not finite; they can be trained again:
 
     learner = Learner.build(config, ranks)  # the weights that the skipped step left untouched
     for minibatch in suspected_minibatches("runs/latest/non_finite/step_12_rank_0.log"):
@@ -20,23 +20,16 @@ import dataclasses
 import logging
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from async_grpo.training.audit import as_digest
-from async_grpo.training.minibatch_codec import (
-    MAGIC,
-    Frame,
-    decode,
-    encode,
-    frame,
-    read_frames,
-)
+from async_grpo.training import minibatch_codec as codec
 from async_grpo.training.ranks import Ranks
 from async_grpo.training.step import StepResult, TokenTerms
 from async_grpo.types import EndOfStep, Minibatch, Tally
@@ -46,43 +39,57 @@ from async_grpo.util.errors import DataError
 logger = logging.getLogger(__name__)
 Options = Mapping[str, Any]  # of a run, by name
 LOG_FOLDER, SUSPECTS_FOLDER = "replay", "non_finite"
+# The fields of `EndOfStep` that are recorded.
 OF_END = ("batch", "step_in_batch", "is_last_of_batch", "num_samples", "num_tokens", "incarnation",
           "sent", "settings")  # fmt: skip
 NAME = re.compile(r"rank_(\d+)\.batch_(\d+)\.log")
+DIGESTS = 1 << 64
+INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """Of one minibatch on its rank."""
+    """Sums over one minibatch of one rank."""
 
     loss: float  # plain sum, before the division by D
     weight: float  # Σ w_i m_it
     num_tokens: int  # unmasked
-    gradients: int  # digest of this rank's summed gradients after it; 0: they are not reduced yet
+    gradients: int  # digest of this rank's gradients, summed so far; 0: they are not reduced yet
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trained:
-    """One minibatch of a step, and what its rank has made of it; nothing waits for the device."""
+    """One minibatch that was back-propagated. Its tensors stay on the device until `sums`."""
 
-    minibatch: Minibatch  # without the scores that are
-    left_out: Sequence[str]
+    minibatch: Minibatch
+    left_out: Sequence[str]  # names of scores that it had and that are not recorded
     num_tokens: int
     weight: Tensor  # []
     loss: Tensor  # []
-    gradients: Tensor  # [K] int64, see `audit.bit_sums`; [0]: nobody wants a digest
-    terms: TokenTerms | None  # where somebody wants them
+    gradients: Tensor  # [K] int64, see `bit_sums`; [0]: no writer needs a digest
+    terms: TokenTerms | None  # None: no writer needs them
 
     @property
     def sums(self) -> Sums:
-        """What is recorded of it."""
+        """The sums that are recorded; waits for the device."""
         digest = as_digest(self.gradients)
         return Sums(float(self.loss), float(self.weight), self.num_tokens, digest)
+
+    def record(self, place: Mapping[str, int]) -> bytes:
+        """Its record; `place` is that of its step."""
+        facts = {
+            "kind": "minibatch",
+            **place,
+            "round": self.minibatch.round_index,
+            "sums": dataclasses.asdict(self.sums),
+            "left_out": self.left_out,
+        }
+        return codec.frame(facts, codec.encode(self.minibatch))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainedStep:
-    """A gradient step of one rank that was taken, or skipped."""
+    """One gradient step of one rank, taken or skipped."""
 
     number: int  # in the run, from 1
     end: EndOfStep
@@ -92,7 +99,7 @@ class TrainedStep:
 
     @property
     def outcome(self) -> dict[str, object]:
-        """What it came to on its rank, in JSON values; the same in a replay, to the bit."""
+        """The step's results in JSON values; a replay computes the same, to the bit."""
         return {
             "skipped": self.result.skipped,
             "grad_norm": self.result.grad_norm,
@@ -102,53 +109,52 @@ class TrainedStep:
         }
 
     def records(self, minibatches: Sequence[Trained]) -> bytes:
-        """These of its minibatches, and its end."""
+        """The records of these minibatches and of the end of the step."""
         place = {"batch": self.end.batch, "step_in_batch": self.end.step_in_batch}
         facts = {name: getattr(self.end, name) for name in OF_END}
-        end = frame({"kind": "end", **facts, **self.outcome})
-        return b"".join([*(_record(each, place) for each in minibatches), end])
+        end = codec.frame({"kind": "end", **facts, **self.outcome})
+        return b"".join([*(each.record(place) for each in minibatches), end])
 
 
 @dataclass(frozen=True, slots=True)
 class LoggedStep:
-    """One gradient step of one rank, as its log tells."""
+    """One gradient step of one rank, read from its log."""
 
-    minibatches: tuple[Frame, ...]
-    facts: dict[str, Any]  # of its end
+    minibatches: tuple[codec.Frame, ...]
+    facts: dict[str, Any]  # of the record `end`
 
     @property
     def end(self) -> EndOfStep:
-        """What closed it on this rank."""
+        """The end of the step as this rank received it, without its notices and metrics."""
         facts = {name: self.facts[name] for name in OF_END}
         return EndOfStep(**(facts | {"sent": tuple(Tally(*each) for each in facts["sent"])}))
 
 
-def logged_minibatch(record: Frame) -> tuple[Minibatch, Sums]:
-    """A minibatch and what was made of it. Raises `DataError` when it is damaged, or not whole."""
+def logged_minibatch(record: codec.Frame) -> tuple[Minibatch, Sums]:
+    """A minibatch and its sums. Raises `DataError` when it is damaged, or lacks scores."""
     facts, arrays = record.facts, record.load()
     if facts["left_out"]:
         raise DataError(
             f"the log has not kept {', '.join(facts['left_out'])} of it, which would be many times "
             "the rest: such a batch cannot be replayed"
         )
-    minibatch = decode(arrays, round_index=facts["round"])
-    return minibatch, Sums(**facts["sums"])
+    return codec.decode(arrays, round_index=facts["round"]), Sums(**facts["sums"])
 
 
 def logged_runs(folder: Path, *, rank: int) -> list[dict[str, Any]]:
-    """What each file of a rank begins with, the oldest first."""
-    firsts = (next(read_frames(path), None) for path in log_files(folder, rank=rank))
+    """The record `run` of each file of a rank, the oldest file first."""
+    firsts = (next(codec.read_frames(path), None) for path in log_files(folder, rank=rank))
     return [first.checked() for first in firsts if first is not None]
 
 
 def logged_steps(folder: Path, *, rank: int, batches: range) -> Iterator[LoggedStep]:
-    """The gradient steps of a rank in these batches, in order.
+    """Yield the gradient steps of a rank in these batches, in order.
 
     Raises `DataError` where one is missing.
     """
     expected = (batches.start, 0)
-    kept: list[Frame] = []
-    for record in _records(folder, rank=rank):
+    kept: list[codec.Frame] = []
+    for record in chain.from_iterable(map(codec.read_frames, log_files(folder, rank=rank))):
         facts = record.facts
         if facts.get("kind") == "run" or facts.get("batch") not in batches:
             continue
@@ -161,8 +167,8 @@ def logged_steps(folder: Path, *, rank: int, batches: range) -> Iterator[LoggedS
             break
         yield LoggedStep(tuple(kept), facts)
         kept = []
-        last = facts["is_last_of_batch"]
-        expected = (found[0] + 1, 0) if last else (found[0], found[1] + 1)
+        batch, step = found
+        expected = (batch + 1, 0) if facts["is_last_of_batch"] else (batch, step + 1)
     if expected[0] < batches.stop:
         raise DataError(
             f"{folder} lacks step {expected[1]} of batch {expected[0]} of rank {rank}: the disk "
@@ -171,26 +177,26 @@ def logged_steps(folder: Path, *, rank: int, batches: range) -> Iterator[LoggedS
 
 
 def suspected_minibatches(path: str | Path) -> tuple[Minibatch, ...]:
-    """What a file of `non_finite/` holds, but for scores that are too large to be kept.
+    """The minibatches in a file of `non_finite/`, without scores that are too large to be kept.
 
-    Raises `DataError` for any other file, and for one that is damaged or cut short.
+    Raises `DataError` for any other file, and for one that is damaged or truncated.
     """
-    records = [(record.checked(), record) for record in read_frames(Path(path))]
+    records = [(record.checked(), record) for record in codec.read_frames(Path(path))]
     if not records or records[-1][0]["kind"] != "end":
         raise DataError(f"{path} must hold the minibatches of a step and its end, it is cut short")
     return tuple(
-        decode(record.load(), round_index=facts["round"])
+        codec.decode(record.load(), round_index=facts["round"])
         for facts, record in records
         if facts["kind"] == "minibatch"
     )
 
 
 def last_batch(folder: Path) -> int | None:
-    """The last batch that rank 0 has recorded to its end; None: there is none."""
+    """The last batch that rank 0 has recorded to its end, or None."""
     for path in reversed(log_files(folder, rank=0)):
         ended = [
             record.checked()["batch"]
-            for record in read_frames(path)
+            for record in codec.read_frames(path)
             if record.facts.get("kind") == "end" and record.facts.get("is_last_of_batch")
         ]
         if ended:
@@ -199,27 +205,28 @@ def last_batch(folder: Path) -> int | None:
 
 
 def log_files(folder: Path, *, rank: int | None = None) -> list[Path]:
-    """The files of a rank, or of all of them, the oldest first."""
+    """The files of a rank, or of all ranks, the oldest first."""
+    return [path for owner, _, path in numbered_files(folder) if rank in (None, owner)]
+
+
+def numbered_files(folder: Path) -> list[tuple[int, int, Path]]:
+    """(rank, first batch, path) of each file of the log, sorted."""
     if not folder.is_dir():
         return []
     found = ((NAME.fullmatch(path.name), path) for path in folder.iterdir())
-    numbered = [(int(m[1]), int(m[2]), path) for m, path in found if m]
-    return [path for own, _, path in sorted(numbered) if rank in (None, own)]
+    return sorted((int(match[1]), int(match[2]), path) for match, path in found if match)
 
 
 def cut_back(folder: Path, first: int, *, rank: int, world_size: int) -> None:
-    """Remove what a rank's files hold from batch `first` on, and a record that was cut short.
+    """Remove from a rank's files all records from batch `first` on, and a truncated record.
 
-    Rank 0 does so for ranks beyond the `world_size` too, of which an earlier part of the run had
-    more. A file that is damaged is set aside: a run needs none of them to go on.
+    Rank 0 also does so for ranks >= `world_size`, which an earlier part of the run may have had. A
+    damaged file is renamed: a run can go on without it.
     """
-    for path in log_files(folder):
-        named = NAME.fullmatch(path.name)
-        assert named, "as it was found"
-        owner = int(named[1])
+    for owner, begins_at, path in numbered_files(folder):
         if owner != rank and (rank or owner < world_size):
             continue
-        if int(named[2]) >= first:
+        if begins_at >= first:
             path.unlink()
             continue
         try:
@@ -232,9 +239,9 @@ def cut_back(folder: Path, first: int, *, rank: int, world_size: int) -> None:
 
 
 def _cut_file(path: Path, first: int) -> None:
-    """Remove what follows the batches before `first`. Raises `DataError` for a damaged file."""
+    """Truncate a file behind the batches before `first`. Raises `DataError` if it is damaged."""
     end = 0
-    for record in read_frames(path):
+    for record in codec.read_frames(path):
         if record.checked()["batch"] >= first:
             break
         end = record.end
@@ -242,7 +249,7 @@ def _cut_file(path: Path, first: int) -> None:
         with path.open("rb") as file:
             file.seek(end)
             rest = file.read()
-        if MAGIC in rest[1:]:  # a process that is killed leaves one record that is cut short
+        if codec.MAGIC in rest[1:]:  # a killed process leaves one truncated record at the end
             raise DataError(f"{path} is damaged at byte {end}: its record has no end")
         if rest:
             logger.warning("%s ends in a record that was cut short, which is removed", path)
@@ -250,7 +257,7 @@ def _cut_file(path: Path, first: int) -> None:
 
 
 def run_record(options: Options, ranks: Ranks, *, batch: int) -> bytes:
-    """What a file of a run with these options begins with; its first step is of `batch`."""
+    """The record with which a file begins; the file's first step is of `batch`."""
     model = os.path.abspath(options["model_name_or_path"])
     facts = {
         "kind": "run",
@@ -259,11 +266,11 @@ def run_record(options: Options, ranks: Ranks, *, batch: int) -> bytes:
         "world_size": ranks.world_size,
         "machine": machine(ranks.device),
     }
-    return frame(facts)
+    return codec.frame(facts)
 
 
 def machine(device: torch.device) -> dict[str, object]:
-    """What the bits of a sum depend on, beside options and data."""
+    """What the bits of a sum depend on besides options and data."""
     is_cuda = device.type == "cuda"
     return {
         "release": RELEASE,
@@ -274,17 +281,30 @@ def machine(device: torch.device) -> dict[str, object]:
     }
 
 
-def _records(folder: Path, *, rank: int) -> Iterator[Frame]:
-    for path in log_files(folder, rank=rank):
-        yield from read_frames(path)
+def bit_sums(tensors: Iterable[Tensor]) -> Tensor:
+    """[K] int64, on their device: for each of K flat tensors the sum of its numbers' bits.
+
+    The order of the additions cannot change a sum of integers; each tensor is read once.
+    """
+    bits = (tensor.view(INTEGERS[tensor.element_size()]) for tensor in tensors)
+    sums = [own.sum(dtype=torch.int64) for own in bits]
+    return torch.stack(sums) if sums else torch.zeros(0, dtype=torch.int64)
 
 
-def _record(trained: Trained, place: dict[str, int]) -> bytes:
-    facts = {
-        "kind": "minibatch",
-        **place,
-        "round": trained.minibatch.round_index,
-        "sums": dataclasses.asdict(trained.sums),
-        "left_out": trained.left_out,
-    }
-    return frame(facts, encode(trained.minibatch))
+def as_digest(sums: Tensor) -> int:
+    """A polynomial of `bit_sums`: the order of the tensors counts.
+
+    >>> def digest(*tensors):
+    ...     return as_digest(bit_sums(tensors))
+    >>> one, other = torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0000002])
+    >>> digest(one) == digest(one.clone())
+    True
+    >>> digest(one) == digest(other)
+    False
+    >>> digest(one, other) == digest(other, one)
+    False
+    """
+    digest = 0
+    for own in sums.tolist():
+        digest = (digest * 0x9E3779B97F4A7C15 + own) % DIGESTS
+    return digest

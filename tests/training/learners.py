@@ -12,10 +12,9 @@ from async_grpo.algorithms.find import find_algorithm
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.model.collate import collate
 from async_grpo.model.policy import PolicyModel
-from async_grpo.training.audit import bit_sums
 from async_grpo.training.learner import Learner
 from async_grpo.training.minibatch_codec import without_too_large
-from async_grpo.training.minibatch_log import Trained, TrainedStep
+from async_grpo.training.minibatch_log import Trained, TrainedStep, bit_sums
 from async_grpo.training.recorder import writers_of
 from async_grpo.training.schedule import Clocks
 from async_grpo.training.step import NON_FINITE, GradientStep, StepResult
