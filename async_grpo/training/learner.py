@@ -94,7 +94,7 @@ class Learner:
             packed_tokens=sum(sample.num_tokens for sample in minibatch.samples),
             budget_tokens=self.config.batching.max_tokens_per_gpu,
         )
-        self.step.measure(model_tflop=training_flops(self._size, packed) / 1e12)
+        self.step.measure("model_tflop", training_flops(self._size, packed) / 1e12)
 
     def update(self, end: EndOfStep) -> StepResult:
         """Divide by D, once, and step; the recorder hears of it.
@@ -105,7 +105,7 @@ class Learner:
         by_tokens = self.algorithm.aggregation == "token-mean"
         self.recorder.audit(end, number=number, by_tokens=by_tokens)
         if self._peak:
-            self.step.measure(peak_tflops=self._peak)
+            self.step.measure("peak_tflops", self._peak)
         self.step.count(unrecorded_minibatches=self.recorder.take_lost())
         result = self.step.finish(
             self.denominator(end), num_samples=end.num_samples, num_tokens=end.num_tokens

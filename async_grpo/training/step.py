@@ -1,14 +1,16 @@
-"""One gradient step: plain sums go in, one division, one update.
+"""One gradient step: minibatches add plain sums, then one division and one update.
 
-Losses need no scaling against underflow: gradients are summed in float32 (`training/fsdp.py`), and
-bfloat16, the only lower precision, has float32's exponents. fp16 would need it, and is refused.
+Losses are not scaled against underflow: gradients are summed in float32 (`training/fsdp.py`), and
+bfloat16, the only lower precision, has float32's exponents. fp16 would need scaling; it is refused.
 """
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -22,7 +24,7 @@ from async_grpo.config.sampling_options import BatchingOptions
 from async_grpo.config.training_options import MemoryOptions, OptimizerOptions
 from async_grpo.model.collate import collate, to_device
 from async_grpo.model.policy import PolicyModel
-from async_grpo.training.fsdp import HostAdamW, deferred_gradients, drop_local_gradients, reshard
+from async_grpo.training import fsdp
 from async_grpo.training.meters import Collectives, peak_memory
 from async_grpo.training.schedule import Clocks, learning_rate_after
 from async_grpo.types import PackedMinibatch
@@ -35,31 +37,31 @@ NON_FINITE = "non-finite loss or gradient"
 class StepResult:
     """What a gradient step did; the same on every rank, but for `suspects`."""
 
-    skipped: str  # empty, NO_SAMPLES or NON_FINITE: nothing was updated, nor the schedule moved
+    skipped: str  # empty, or NO_SAMPLES or NON_FINITE: then neither weights nor clocks have moved
     grad_norm: float  # of the gradient after the division by D, before clipping
     learning_rate: float  # that the step used, or would have used
     num_minibatches: int  # over all ranks, fillers included
     clocks: Clocks  # after the step
     metrics: Mapping[str, float] = field(default_factory=dict)  # sums and maxima over all ranks
-    # Seconds, arithmetic and memory of all ranks: what no two runs share.
+    # Seconds, arithmetic and memory of all ranks, which differ from run to run.
     meters: Mapping[str, float] = field(default_factory=dict, compare=False)
-    suspects: tuple[int, ...] = ()  # NON_FINITE: which of this rank's minibatches may be the cause
+    suspects: tuple[int, ...] = ()  # if NON_FINITE, minibatches of this rank that may be the cause
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenTerms:
-    """Of the trained tokens of one minibatch, on the device; [N] each."""
+    """Values of the N trained tokens of one minibatch, on the device; [N] each."""
 
-    logprobs: Tensor  # the policy's, when it was trained
-    old: Tensor | None  # the policy's at the start of the batch, where it has moved since
+    logprobs: Tensor  # under the policy that was trained
+    old: Tensor | None  # under the policy at the start of the batch, if it has moved since
     gradients: Tensor | None  # of the minibatch's plain sum, by each log-probability
 
 
 def make_optimizer(
     policy: PolicyModel, options: OptimizerOptions, *, on_host: bool
-) -> AdamW | HostAdamW:
-    """AdamW over the (sharded) parameters; weight decay spares biases and norms."""
-    make = HostAdamW if on_host else AdamW
+) -> AdamW | fsdp.HostAdamW:
+    """AdamW over the (sharded) parameters, without weight decay for biases and norms."""
+    make = fsdp.HostAdamW if on_host else AdamW
     parameters = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": options.weight_decay},
@@ -75,10 +77,10 @@ def make_optimizer(
 
 
 class GradientStep:
-    """Accumulates the minibatches of one gradient step, then takes it; reusable step after step.
+    """Accumulates the minibatches of one gradient step, then takes it; one object serves all steps.
 
-    With `--defer-gradient-sync` minibatches leave whole gradients on their rank, in float32, and
-    one inert closing minibatch reduces them; otherwise each minibatch reduces its own.
+    With `--defer-gradient-sync` minibatches add to whole float32 gradients on their rank, and the
+    backward pass of a filler at the end reduces them; otherwise each minibatch reduces its own.
     """
 
     def __init__(
@@ -91,9 +93,7 @@ class GradientStep:
         memory: MemoryOptions,
         device: torch.device | None = None,
     ) -> None:
-        """`options`: those of the steps that follow; whoever trains may set others between steps.
-        `device` computes; None: it is where the parameters are.
-        """
+        """`options` may be replaced between steps. `device` computes; None: the parameters'."""
         self.optimizer = make_optimizer(policy, options, on_host=memory.offload == "optimizer")
         self.options = options
         self.clocks = Clocks()  # a resumed run sets them, and the optimizer's own state
@@ -101,25 +101,28 @@ class GradientStep:
         self._batching = batching
         self._defers = memory.defer_gradient_sync
         self._algorithm = algorithm
-        self.head_terms = algorithm.terms  # with those of its teachers, once they are met
+        self.head_terms = algorithm.terms  # the teachers' terms are added once they are known
         self._batch_start = BatchStart(policy) if algorithm.uses_old_policy else None
-        # Of every forward of the policy.
+        # Options of every forward of the policy.
         chunk_size = memory.chunk_size(batching.max_tokens_per_gpu)
         self._setting = {"temperature": algorithm.temperature, "chunk_size": chunk_size}
         self._device = device or next(policy.parameters()).device
         self.collectives = Collectives(self._device)
         self.collectives.watch(policy)
+        self.keeps_terms = False  # `training.recorder` sets it
+        self._forget()
+
+    def _forget(self) -> None:
         # Tensors stay on the device until the step ends: nothing waits for it between minibatches.
         self._sums: dict[str, Tensor] = {}
         self._maxima: dict[str, Tensor] = {}
         self.losses: list[Tensor] = []  # [] each, of the current step's minibatches
-        self.keeps_terms = False  # for `training.recorder`
         self.terms: list[TokenTerms] = []  # of the current step's minibatches
-        self._counts: dict[str, float] = {}
-        self._meters: dict[str, float] = {}
+        self._counts: defaultdict[str, float] = defaultdict(float)
+        self._meters: defaultdict[str, float] = defaultdict(float)
 
     def accumulate(self, packed: PackedMinibatch) -> LossSums:
-        """Back-propagate the minibatch's plain sum; every rank must call it equally often."""
+        """Back-propagate the minibatch's plain sum; all ranks must call it equally often."""
         old = self._batch_start.logprobs(packed, **self._setting) if self._batch_start else None
         if old is not None:
             packed = replace(packed, scores={**packed.scores, "old": old})
@@ -127,17 +130,15 @@ class GradientStep:
         if self.keeps_terms:
             scored.logprobs.retain_grad()
         result = self._algorithm.loss(scored, packed)
-        with deferred_gradients(self._policy, defer=self._defers):
+        with fsdp.deferred_gradients(self._policy, defer=self._defers):
             result.loss.backward()
         if self.keeps_terms:
             logprobs = scored.logprobs
-            self.terms.append(
-                TokenTerms(logprobs.detach(), packed.scores.get("old"), logprobs.grad)
-            )
+            self.terms.append(TokenTerms(logprobs.detach(), old, logprobs.grad))
         loss, entropy = result.loss.detach(), scored.entropy.detach()
         sums = {"loss_sum": loss, "entropy_sum": entropy.sum(), **result.sums}
         maxima: dict[str, Tensor] = {}
-        if not self._algorithm.learns_from_pairs:  # somebody sampled some of it
+        if not self._algorithm.learns_from_pairs:  # else no token was sampled
             mismatch_sums, maxima = mismatch(scored.logprobs, packed)
             sums |= mismatch_sums
         for name, value in sums.items():
@@ -151,25 +152,25 @@ class GradientStep:
 
     @property
     def backpropagated(self) -> tuple[int, int]:
-        """(samples, tokens) of this rank in the current step so far."""
-        counts = self._counts
-        return int(counts.get("trained_samples", 0)), int(counts.get("trained_tokens", 0))
+        """(samples, tokens) that this rank has trained in the current step so far."""
+        return int(self._counts["trained_samples"]), int(self._counts["trained_tokens"])
 
     def count(self, **amounts: int) -> None:
-        """Add to the metric sums of the step."""
-        _add(amounts, self._counts)
+        """Add to sums of the step's metrics."""
+        for name, amount in amounts.items():
+            self._counts[name] += amount
 
-    def measure(self, **amounts: float) -> None:
-        """Add to its meters."""
-        _add(amounts, self._meters)
+    def measure(self, name: str, amount: float) -> None:
+        """Add to a sum of the step's meters."""
+        self._meters[name] += amount
 
     def finish(
         self, denominator: int, *, num_samples: int | None = None, num_tokens: int = 0
     ) -> StepResult:
-        """Divide by D, clip and update, unless D is 0 or the loss or gradient is not finite.
+        """Divide by D, clip and update, unless D is 0 or a loss or the gradient is not finite.
 
-        Collective; all ranks take the step or none does. `num_samples` and `num_tokens` move the
-        clocks; None: `denominator` counts samples.
+        Collective; all ranks take the step or none does. The clocks advance by `num_samples` and
+        `num_tokens`; `num_samples` None: the `denominator`.
         """
         num_samples = denominator if num_samples is None else num_samples
         if denominator and self.losses and self._defers:
@@ -192,7 +193,7 @@ class GradientStep:
         elif num_bad_losses or not math.isfinite(grad_norm):
             skipped, suspects = NON_FINITE, self._suspects(is_loss=num_bad_losses > 0)
         else:
-            self._update(learning_rate, clip=self._clip(grad_norm), denominator=denominator)
+            self._update(learning_rate, denominator=denominator, grad_norm=grad_norm)
             self.clocks = self.clocks.after(num_samples, num_tokens)
         self.discard()
         return StepResult(
@@ -207,47 +208,44 @@ class GradientStep:
         )
 
     def begin_batch(self) -> None:
-        """The gradient steps that follow belong to another batch."""
+        """Called before the first gradient step of a batch, when the one before has ended."""
         if self._batch_start is not None:
             self._batch_start.begin_batch()
 
     def discard(self) -> None:
         """Forget what was accumulated, gradients and metrics alike."""
         self.optimizer.zero_grad(set_to_none=True)
-        drop_local_gradients(self._policy)
-        self._sums, self._maxima, self.losses, self._counts = {}, {}, [], {}
-        self._meters, self.terms = {}, []
+        fsdp.drop_local_gradients(self._policy)
+        self._forget()
 
     def _reduce_gradients(self) -> None:
-        """One more pass, over a filler, that reduces every rank's whole gradients.
+        """Run a filler forward and backward, which reduces the whole gradients of all ranks.
 
-        It trains nothing and is counted nowhere.
+        It adds nothing to them, and is not counted.
         """
         filler = to_device(collate([], aggregation="sample-mean"), self._device)
         scored = self._policy(filler, **self._setting)
         (scored.logprobs.sum() + scored.entropy.sum()).backward()
 
-    def _clip(self, grad_norm: float) -> float:
-        limit = self.options.max_grad_norm
-        return min(1.0, limit / (grad_norm + 1e-6)) if limit else 1.0
-
-    def _update(self, learning_rate: float, *, clip: float, denominator: int) -> None:
-        """One multiplication does both the division by D and the clipping."""
+    def _update(self, learning_rate: float, *, denominator: int, grad_norm: float) -> None:
+        """Divide by D and clip in one multiplication, then let the optimizer step."""
         if self._batch_start is not None:
             self._batch_start.before_update()
+        limit = self.options.max_grad_norm
+        clip = min(1.0, limit / (grad_norm + 1e-6)) if limit else 1.0
         torch._foreach_mul_(list(self._gradients()), clip / denominator)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         self.optimizer.step()
 
     def _suspects(self, *, is_loss: bool) -> tuple[int, ...]:
-        """This rank's minibatches with a bad loss; all of them where only the gradient is bad."""
+        """This rank's minibatches whose loss is not finite; all, if only the gradient is not."""
         if not is_loss:
             return tuple(range(len(self.losses)))
         return tuple(i for i, loss in enumerate(self.losses) if not loss.isfinite())
 
     def _global_norm(self) -> float:
-        """Norm of the summed, undivided gradient over all ranks."""
+        """Norm of the gradient of all ranks before the division by D; collective."""
         norm = torch.nn.utils.get_total_norm(self._gradients())
         if not isinstance(norm, DTensor):
             return float(norm)
@@ -255,7 +253,7 @@ class GradientStep:
             return float(norm.full_tensor())
 
     def _gradients(self) -> Iterable[Tensor]:
-        """Every parameter's gradient; zeros where none came, so that moments decay."""
+        """Yield every gradient; zeros for a trained parameter without one: its moments decay."""
         for parameter in self._policy.parameters():
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -263,14 +261,15 @@ class GradientStep:
                 yield parameter.grad
 
     def _reduce_metrics(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Sums and maxima over all ranks, in one collective: of what was trained, and by what."""
+        """(metrics, meters): sums and maxima over all ranks, by one collective."""
         num_bad = sum(~loss.isfinite() for loss in self.losses)
         counts = {**self._counts, "num_minibatches": len(self.losses), "num_bad_losses": num_bad}
         meters = {**self._meters, **self.collectives.take(), "num_ranks": 1.0}
         memory = peak_memory(self._device)
         sums = {**counts, **self._sums, **meters}
         entries = [*sorted(sums.items()), *sorted((self._maxima | memory).items())]
-        local = torch.stack([self._number(value) for _, value in entries])
+        number = partial(torch.as_tensor, dtype=torch.float64, device=self._device)
+        local = torch.stack([number(value) for _, value in entries])
         with self.collectives.agreeing():
             every = _all_gather(local)
         totals = torch.cat([every[:, : len(sums)].sum(0), every[:, len(sums) :].amax(0)])
@@ -282,18 +281,9 @@ class GradientStep:
             measured |= {f"{name}/rank_{rank}": value for rank, value in of_ranks}
         return metrics, measured
 
-    def _number(self, value: Tensor | float) -> Tensor:
-        """[] float64 on the device."""
-        return torch.as_tensor(value, dtype=torch.float64, device=self._device)
-
-
-def _add(amounts: Mapping[str, float], sums: dict[str, float]) -> None:
-    for name, amount in amounts.items():
-        sums[name] = sums.get(name, 0) + amount
-
 
 def _all_gather(local: Tensor) -> Tensor:
-    """[R, K] of every rank's [K] vector."""
+    """Every rank's [K] vector, [R, K]."""
     if not dist.is_initialized():
         return local[None]
     parts = [torch.empty_like(local) for _ in range(dist.get_world_size())]
@@ -302,11 +292,10 @@ def _all_gather(local: Tensor) -> Tensor:
 
 
 class BatchStart:
-    """Scores minibatches with the weights that the current batch started from.
+    """Scores minibatches with the weights that the policy had at the start of the current batch.
 
-    For the mode `decoupled` with several steps, in which these log-probabilities are the ratio's
-    denominator. One more copy of this rank's shard is kept, so that samples still stream: no step
-    waits for the whole batch to be scored beforehand.
+    The mode `decoupled` with several steps a batch divides by these probabilities. A second copy of
+    this rank's shards is kept, so that no step waits until the whole batch has been scored.
     """
 
     def __init__(self, policy: PolicyModel) -> None:
@@ -315,15 +304,14 @@ class BatchStart:
         self._has_moved = False
 
     def begin_batch(self) -> None:
-        """The policy of this moment is the one that later steps are compared with."""
+        """Compare the steps that follow with the policy as it is now."""
         self._has_moved = False
 
     def before_update(self) -> None:
-        """The policy is about to move: keep what it was, unless the batch has moved it already."""
+        """Keep the current weights, unless a step of this batch has moved them already."""
         if self._has_moved:
             return
-        reshard(self._policy)
-        shards = _local_shards(self._policy)
+        shards = fsdp.local_shards(self._policy)
         if not self._weights:
             self._weights = [torch.empty_like(shard) for shard in shards]
         torch._foreach_copy_(self._weights, shards)
@@ -333,9 +321,9 @@ class BatchStart:
     def logprobs(
         self, packed: PackedMinibatch, *, temperature: float, chunk_size: int
     ) -> Tensor | None:
-        """[N] under the batch's first weights; None while the policy still has them.
+        """[N] under the weights of the start of the batch; None while the policy has these.
 
-        Collective like every forward: all ranks have moved, or none.
+        Collective, as every forward is: the policy has moved on all ranks, or on none.
         """
         if not self._has_moved:
             return None
@@ -347,20 +335,8 @@ class BatchStart:
         return scored.logprobs.clone()
 
     def _exchange(self) -> None:
-        """The kept weights are the policy's, and the other way round."""
-        # In place, because FSDP gathers from these very tensors; what it has gathered of the
-        # other weights must not serve these.
-        reshard(self._policy)
-        for shard, kept in zip(_local_shards(self._policy), self._weights, strict=True):
+        """Swap the policy's weights and the kept ones, in place: FSDP gathers from its tensors."""
+        for shard, kept in zip(fsdp.local_shards(self._policy), self._weights, strict=True):
             current = shard.clone()
             shard.copy_(kept)
             kept.copy_(current)
-
-
-def _local_shards(policy: PolicyModel) -> list[Tensor]:
-    """This rank's part of every trained parameter."""
-    parameters = [parameter for parameter in policy.parameters() if parameter.requires_grad]
-    return [
-        parameter.to_local().detach() if isinstance(parameter, DTensor) else parameter.detach()
-        for parameter in parameters
-    ]

@@ -1,12 +1,13 @@
-"""A rank's end of the run's stream: fetches one answer ahead, and measures the waiting.
+"""A rank's end of the run's stream: asks for one answer ahead, and measures how long it waits.
 
-consumes:     answers with minibatches and ends of steps, by index; what their tickets stand for
-produces:     the items of these, in order, as an iterator that ends on every rank at the same item;
-              what teachers said is among their scores: `teacher.ids` and so on
-waits for:    the controller, as long as anything moves, else it names what was waited for; the
-              object stores of the teachers' nodes
-unblocked by: a round going out, a request to stop, the controller's loss; payloads, or their loss,
-              after which the controller has them made again
+consumes:     the controller's answers, by index: minibatches and ends of steps; the payloads that
+              their tickets refer to
+produces:     these items in order, as an iterator that ends at the same item on every rank;
+              payloads become scores: `teacher.ids` and so on
+waits for:    the controller, until nothing has moved for --stall-timeout-s; the object stores of
+              the teachers' nodes
+unblocked by: a round that goes out, a request to stop, the loss of the controller; payloads, or
+              their loss: then the controller has them computed again
 """
 
 from __future__ import annotations
@@ -29,41 +30,35 @@ from async_grpo.types import (
     EndOfStep,
     Minibatch,
     PipelineStatus,
-    RowKey,
     Sample,
     StreamItem,
     StreamItems,
 )
-from async_grpo.util import deadlines
-from async_grpo.util.errors import (
-    ClusterError,
-    DeadlineError,
-    ProcessLostError,
-    RunLost,
-    WorkerError,
-)
+from async_grpo.util import deadlines, errors
 
-POLL_INTERVAL_S = 0.5  # after which a rank that waits looks whether it is to stop
-READY, STOP, LOST = range(3)  # what a rank proposes to the others for its next answer
+logger = logging.getLogger(__name__)
+POLL_INTERVAL_S = 0.5  # between two checks of a waiting rank whether it must stop
+READY, STOP, LOST = range(3)  # what a rank proposes to the others; the largest is agreed
 MAX_LOSSES = 5  # of payloads of one minibatch
+GONE = (errors.ProcessLostError, errors.ClusterError)  # a process, or what its node held
 
 
 class Express(Protocol):
-    """What fills minibatches with a teacher's logits, without the object store."""
+    """Adds a teacher's logits to minibatches without the object store: `ExpressReceiver`."""
 
     def fill(self, item: Minibatch) -> Minibatch | None:
-        """Collective; None on every rank: they must come another way."""
+        """The minibatch with its logits, or None on every rank: use tickets; collective."""
         ...
 
     def step_ended(self) -> None:
-        """Collective: a gradient step has ended, after which it may try anew."""
+        """Called on every rank when a gradient step has ended; a new group may then be formed."""
         ...
 
 
 class RankStream(Iterator[StreamItem]):
-    """Iterates over the items that every rank gets in the same number and order.
+    """Iterates over a rank's items; all ranks get as many, in the same order.
 
-    Ends when any rank has been asked to stop; raises `RunLost` on every rank when one of them has
+    Ends on every rank when any has been asked to stop. Raises `RunLost` on every rank when one has
     lost the controller, so that none trains an item that another cannot have.
     """
 
@@ -78,9 +73,9 @@ class RankStream(Iterator[StreamItem]):
         teachers: Sequence[str] = (),
         express: Express | None = None,
     ) -> None:
-        """`agree` is `Ranks.agree`; the default serves a rank that is alone.
+        """`agree` is `Ranks.agree`; the default is for a single rank.
 
-        `teachers`: the roles whose payloads minibatches have tickets for, or come by `express`.
+        `teachers`: roles of the teachers whose payloads come by tickets or by `express`.
         """
         self._express = express
         self._teachers = teachers
@@ -90,10 +85,10 @@ class RankStream(Iterator[StreamItem]):
         self._agree = agree
         self._stop = stop or Event()
         self._index = 0
-        self._next = self._asked_next()
+        self._next = self._ask()
         self._items: deque[StreamItem] = deque()  # of the latest answer, which all ranks have
         self._seconds_waiting = 0.0
-        self._loss = "the controller is lost"  # another rank may have seen it first
+        self._loss = "the controller is lost"  # unless this rank knows the cause
         self.is_stopped = False
 
     def __next__(self) -> StreamItem:
@@ -103,19 +98,20 @@ class RankStream(Iterator[StreamItem]):
         items, proposal = self._take_next()
         agreed = self._agree(proposal)
         if agreed == LOST:
-            raise RunLost(self._loss)
+            raise errors.RunLost(self._loss)
         if agreed == STOP or items is None:
             self.is_stopped = True
-            self._stop.set()  # whichever rank was asked, all of them end
+            self._stop.set()  # also on ranks that were not asked to stop
             raise StopIteration
         self._index += 1
-        self._next = self._asked_next()
+        self._next = self._ask()
         items = self._by_express(items)
         self._seconds_waiting += time.monotonic() - started
         self._items.extend(items)
         return self._items.popleft()
 
-    def _asked_next(self) -> Awaitable[StreamItems]:
+    def _ask(self) -> Awaitable[StreamItems]:
+        """Request the answer `_index`."""
         client = self.client
         return client.controller.next_items.remote(client.run, self._rank, self._index)
 
@@ -125,22 +121,22 @@ class RankStream(Iterator[StreamItem]):
         return seconds
 
     def _take_next(self) -> tuple[StreamItems | None, int]:
-        """The next answer, or none when this rank was asked to stop or has lost the controller."""
+        """The next answer and what this rank proposes: READY, or STOP or LOST without an answer."""
         reference = self._next
         if self._rank == 0 and not self.client.cluster.is_ready(reference):
-            # Only now are the ranks idle, which go in step: a round may go out that is not full.
+            # Ranks go in step, so all are idle: the controller may send a round that is not full.
             self.client.controller.hungry.remote(self.client.run, self._index)
         try:
-            items = self._wait_while_it_moves(reference)
+            items = self._wait(reference)
             if items is not None:
                 items = tuple(map(self._with_payloads, items))
-        except (ProcessLostError, ClusterError) as error:  # its process, or what its node held
+        except GONE as error:
             self._loss = str(error)
             return None, LOST
         return (None, STOP) if self._stop.is_set() else (items, READY)
 
     def _with_payloads(self, item: StreamItem) -> StreamItem:
-        """The item with what its teachers said, fetched before this rank agrees to train it."""
+        """The item with its payloads, which are fetched before this rank agrees to train it."""
         if not isinstance(item, Minibatch) or not any(sample.tickets for sample in item.samples):
             return item
         return self._fetched(item, self._index)
@@ -156,9 +152,9 @@ class RankStream(Iterator[StreamItem]):
         )
 
     def _by_express(self, items: StreamItems) -> StreamItems:
-        """Items that all ranks have agreed to, with what comes straight from teachers; collective.
+        """The agreed items with the logits that come by express; collective.
 
-        Raises `RunLost` on every rank when it must come by tickets, and one rank gets none.
+        Raises `RunLost` on every rank when they must come by tickets and a rank does not get them.
         """
         if self._express is None:
             return items
@@ -173,13 +169,13 @@ class RankStream(Iterator[StreamItem]):
         proposal = READY
         try:
             item = self._fetched(item, self._index - 1)
-        except (ProcessLostError, ClusterError) as error:
+        except GONE as error:
             self._loss, proposal = str(error), LOST
         if self._agree(proposal) == LOST:
-            raise RunLost(self._loss)
+            raise errors.RunLost(self._loss)
         return item
 
-    def _wait_while_it_moves(self, reference: Awaitable[StreamItems]) -> StreamItems | None:
+    def _wait(self, reference: Awaitable[StreamItems]) -> StreamItems | None:
         """The answer; None when this rank is asked to stop before it comes."""
         standstill = Standstill(self.client, timeout_s=self._stall_timeout_s)
         while not self._stop.is_set():
@@ -187,9 +183,6 @@ class RankStream(Iterator[StreamItem]):
                 return self.client.wait(reference, timeout_s=deadlines.STATUS_S)
             standstill.check()
         return None
-
-
-logger = logging.getLogger(__name__)
 
 
 def fetch_payloads(
@@ -201,24 +194,25 @@ def fetch_payloads(
     timeout_s: float,
     teachers: Sequence[str],
 ) -> Minibatch:
-    """Item `index` of the rank with what its tickets stand for.
+    """Item `index` of the rank with the payloads that its tickets refer to.
 
-    Tickets that it lacks are asked for first. `teachers` are roles, in the order of
-    `teacher.index`; `timeout_s` is that of scoring again.
-    Raises `WorkerError` when payloads are lost again and again.
+    The controller is asked to have payloads scored again that are lost, or have no ticket, within
+    `timeout_s`. `teachers` are roles, in the order of `teacher.index`. Raises `WorkerError` when
+    payloads are lost `MAX_LOSSES` times.
     """
-    if without := [sample.key for sample in item.samples if not sample.tickets]:
-        item = _made_again(client, rank, index, without, timeout_s)
+    lost = [sample.key for sample in item.samples if not sample.tickets]
     for _ in range(MAX_LOSSES):
-        tickets = [sample.tickets[0] for sample in item.samples]
-        references = [ticket.reference[0] for ticket in tickets]
+        if lost:
+            logger.warning("the payloads of %d samples are lost, and asked for again", len(lost))
+            taught_again = client.controller.taught_again
+            item = client.answer(timeout_s, taught_again, client.run, rank, index, lost)
+        references = [sample.tickets[0].reference[0] for sample in item.samples]
         found = client.cluster.fetch(references, timeout_s=deadlines.PAYLOADS_FETCHED_S, owner=WHO)
         lost = [s.key for s, arrays in zip(item.samples, found, strict=True) if arrays is None]
         if not lost:
             whole = [arrays for arrays in found if arrays is not None]
             return with_payloads(item, whole, teachers=teachers)
-        item = _made_again(client, rank, index, lost, timeout_s)
-    raise WorkerError(
+    raise errors.WorkerError(
         f"what teachers said of minibatch {index} was lost {MAX_LOSSES} times: look at the memory "
         "of the teachers' object stores"
     )
@@ -227,16 +221,14 @@ def fetch_payloads(
 def with_payloads(
     item: Minibatch, found: Sequence[Arrays], *, teachers: Sequence[str]
 ) -> Minibatch:
-    """The minibatch with the arrays of each of its samples among the scores.
+    """The minibatch whose samples have the arrays `found`, one set each, among their scores.
 
-    Hidden states and logits of several teachers are filled up with zeros to one width, which no
-    divergence reads.
+    Hidden states and logits of narrower teachers are padded with zeros, which no divergence reads.
     """
-    widest: dict[str, int] = {}
-    for arrays in found:
-        for name, array in arrays.items():
-            if array.ndim > 1:
-                widest[name] = max(widest.get(name, 0), array.shape[1])
+    widths = [
+        (n, array.shape[1]) for arrays in found for n, array in arrays.items() if array.ndim > 1
+    ]
+    widest = dict(sorted(widths))  # the last of a name stays
     samples = [
         replace(
             sample, tickets=(), scores={**sample.scores, **_scores(sample, own, widest, teachers)}
@@ -258,7 +250,7 @@ def _scores(
 
 
 def _filled(array: NDArray[np.generic], width: int | None) -> NDArray[np.generic]:
-    """[L] or [L, width]; bfloat16, which came as its bits, is float32."""
+    """[L], or [L, width] padded with zeros; uint16 holds the bits of bfloat16, made float32."""
     if array.dtype == np.uint16:
         array = (array.astype(np.uint32) << 16).view(np.float32)
     if width is None or array.shape[1] == width:
@@ -266,37 +258,29 @@ def _filled(array: NDArray[np.generic], width: int | None) -> NDArray[np.generic
     return np.pad(array, ((0, 0), (0, width - array.shape[1])))
 
 
-def _made_again(
-    client: RunClient, rank: int, index: int, lost: Sequence[RowKey], timeout_s: float
-) -> Minibatch:
-    logger.warning("the payloads of %d samples are lost, and asked for again", len(lost))
-    taught_again = client.controller.taught_again
-    return client.answer(timeout_s, taught_again, client.run, rank, index, lost)
-
-
 class Standstill:
-    """When a rank that waits for the controller gives up: nothing has moved, anywhere, too long.
+    """Ends one wait of a rank for the controller when nothing has moved for `timeout_s`.
 
-    For one wait. An output of any length moves: workers tell of its tokens while they come.
+    Workers report the tokens of an unfinished output, so that a long one counts as moving.
     """
 
     def __init__(self, client: RunClient, *, timeout_s: float) -> None:
         self._client = client
         self._timeout_s = timeout_s
-        self._look_at = time.monotonic() + timeout_s
+        self._due = time.monotonic() + timeout_s
         self._before: PipelineStatus | None = None
 
     def check(self) -> None:
-        """Raise `DeadlineError` when no answer and no token has come between two looks."""
-        if time.monotonic() < self._look_at:
+        """Raise `DeadlineError` when the status, asked every `timeout_s`, shows no progress."""
+        if time.monotonic() < self._due:
             return
         client = self._client
         now = client.answer(deadlines.STATUS_S, client.controller.status, client.run)
         if self._before is not None and now.moves == self._before.moves:
-            raise DeadlineError(
+            raise errors.DeadlineError(
                 f"nothing has moved for --stall-timeout-s {self._timeout_s:g}: {_describe(now)}"
             )
-        self._before, self._look_at = now, time.monotonic() + self._timeout_s
+        self._before, self._due = now, time.monotonic() + self._timeout_s
 
 
 def _describe(status: PipelineStatus) -> str:
