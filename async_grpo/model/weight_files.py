@@ -1,9 +1,9 @@
-"""The safetensors files of a model: ranks fill their slices from them, `check` looks into them.
+"""The safetensors files of a model: ranks fill their shards from them, `check` inspects them.
 
     outline ─▶ shard ─▶ materialise ─▶ fill
     (shapes, no memory)  (memory for this rank's shards, no values)
 
-No process ever holds the whole model: at most its shards, and one parameter of a file.
+No process ever holds the whole model, but its shards and at most one parameter of a file.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import json
 import math
 import re
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +29,12 @@ from async_grpo.model.policy import PolicyModel, hf_named_parameters
 from async_grpo.util.errors import UnfitModel
 
 Files = dict[str, Path]  # by the name of a tensor
-MAX_VALUES = 1 << 20  # that are looked at of each tensor
+MAX_VALUES = 1 << 20  # of each tensor that `check_weights` reads
 LAYER = re.compile(r"\.\d+\.")
 
 
 def outline(config: PreTrainedConfig, *, attention: str, dtype: torch.dtype) -> PreTrainedModel:
-    """The model with parameters that are a shape alone; buffers, which few files hold, are real."""
+    """The model with meta parameters; buffers have values, since few files hold them."""
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
     model.tie_weights()
@@ -43,8 +42,8 @@ def outline(config: PreTrainedConfig, *, attention: str, dtype: torch.dtype) -> 
 
 
 def materialise(policy: PolicyModel, device: torch.device, *, parameters_on: torch.device) -> None:
-    """Memory for what has none yet, without values; buffers move to `device` as they are."""
-    policy._apply(  # as `to_empty`, which would wipe the buffers
+    """Allocate meta parameters, without values; move buffers, with theirs, to `device`."""
+    policy._apply(  # as `to_empty`, which would lose the buffers' values
         lambda tensor: (
             torch.empty_like(tensor, device=parameters_on) if tensor.is_meta else tensor.to(device)
         )
@@ -52,9 +51,9 @@ def materialise(policy: PolicyModel, device: torch.device, *, parameters_on: tor
 
 
 def files_of(folder: Path) -> Files:
-    """Where each tensor lies; empty without safetensors files.
+    """{name of a tensor: its file}; empty without safetensors files.
 
-    Raises UnfitModel when a file that the index names is not there.
+    Raises UnfitModel when a file that the index names does not exist.
     """
     index = folder / SAFE_WEIGHTS_INDEX_NAME
     if index.is_file():
@@ -84,15 +83,14 @@ def misfit(policy: PolicyModel, files: Files) -> str:
 
 @torch.no_grad()
 def fill(policy: PolicyModel, files: Files) -> None:
-    """Give every parameter its values, converted to its type; each rank reads its own slices.
+    """Set every parameter, converted to its type; each rank reads the slices of its shards.
 
     Raises UnfitModel when a tensor has another shape than its parameter, or when the config ties
-    parameters that the files hold as two.
+    parameters of which the files hold different values.
     """
     own = dict(hf_named_parameters(policy))
     for name, parameter in own.items():
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        read_into(local, parameter, name, files[name])
+        read_into(local_part(parameter), parameter, name, files[name])
     for name, buffer in policy.model.named_buffers():
         if name in files:
             read_into(buffer, buffer, name, files[name])
@@ -115,6 +113,11 @@ def read_into(target: Tensor, whole: Tensor, name: str, file: Path) -> None:
             target.copy_(source[_slices(whole)] if whole.ndim else content.get_tensor(name))
 
 
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's shard of a sharded tensor, which shares its memory; else the tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def _slices(whole: Tensor) -> tuple[slice, ...]:
     if not isinstance(whole, DTensor):
         return tuple(slice(0, size) for size in whole.shape)
@@ -125,7 +128,7 @@ def _slices(whole: Tensor) -> tuple[slice, ...]:
 
 
 def _check_tie(parameter: Tensor, name: str, source: str, file: Path) -> None:
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    local = local_part(parameter)
     stored = torch.empty_like(local)
     read_into(stored, parameter, name, file)
     if not torch.equal(stored, local):
@@ -136,17 +139,17 @@ def _check_tie(parameter: Tensor, name: str, source: str, file: Path) -> None:
 
 
 def check_weights(path: str, *, seconds: float) -> str:
-    """A sentence on tensors that the config has no use for; empty: there are none.
+    """A sentence about tensors that the config does not use; empty without such tensors.
 
-    Values are looked at for so many `seconds`. Raises `UnfitModel` for weights that are missing, of
-    another shape, of more layers than the config's, or not finite.
+    Values are read for at most `seconds`. Raises `UnfitModel` for weights that are missing, have
+    another shape, belong to more layers than the config has, or are not finite.
     """
     files = files_of(Path(path))
-    if not files:  # pytorch_model.bin tells nothing before it is loaded
+    if not files:  # names in pytorch_model.bin are unknown before it is loaded
         return ""
     model = outline(read_config(Path(path)), attention="eager", dtype=torch.float32)
     wanted = {name: list(each.shape) for name, each in model.named_parameters()}
-    if wanted.keys().isdisjoint(files):  # names of older times, which transformers translates
+    if wanted.keys().isdisjoint(files):  # old names, which transformers translates
         return ""
     part = f"{model.base_model_prefix}."
     if absent := [n for n in wanted if n not in files and n.removeprefix(part) not in files]:
@@ -162,16 +165,13 @@ def check_weights(path: str, *, seconds: float) -> str:
             f"the weights in {path} must be of as many layers as its config says, {len(more)} "
             f"tensors are of more, first {more[0]}: correct num_hidden_layers in config.json"
         )
-    _check_values(files, wanted, until=time.monotonic() + seconds)
-    told = f"{len(extra)} tensors of {path} are of no use to its config, first"
-    return f"{told} {extra[0]}: see that config.json is that of these weights" if extra else ""
-
-
-def _check_values(files: Files, wanted: Mapping[str, list[int]], *, until: float) -> None:
+    until = time.monotonic() + seconds
     for file in sorted(set(files.values())):
         with safe_open(file, framework="pt") as content:
             for name in content.keys():  # noqa: SIM118
                 _check_tensor(name, file, content.get_slice(name), wanted.get(name), until=until)
+    unused = f"{len(extra)} tensors of {path} are of no use to its config, first"
+    return f"{unused} {extra[0]}: see that config.json is that of these weights" if extra else ""
 
 
 def _check_tensor(

@@ -1,4 +1,4 @@
-"""The options of a run as the bill of a rank's memory knows them. Pure."""
+"""From the options of a run to the inputs of a rank's memory bill (`devices.bill`). Pure."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from async_grpo.algorithms.base import Algorithm
 from async_grpo.config.training_options import MemoryOptions
 from async_grpo.devices.bill import Training
 
-USED = 0.9  # of the free memory: the rest is for allocators and libraries
+USED = 0.9  # fraction of the free memory that a bill may take; allocators and libraries need more
 
 
 def as_billed(
     memory: MemoryOptions, algorithm: Algorithm, *, tokens: int, shard_ranks: int, number_bytes: int
 ) -> Training:
-    """How the options have a rank train minibatches of at most so many tokens.
+    """The bill's inputs for a rank that trains minibatches of at most `tokens` tokens.
 
-    `number_bytes`: of a number of the compute type. `--activation-checkpointing auto` counts as
-    off.
+    `number_bytes`: bytes of one value in the compute dtype. `--activation-checkpointing auto`
+    counts as off.
     """
     return Training(
         shard_ranks=shard_ranks,

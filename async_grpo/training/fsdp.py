@@ -1,9 +1,9 @@
-"""Sharding the policy over the trainer ranks, getting whole parameters back, stepping on the host.
+"""Sharding the policy over the trainer ranks, gathering whole parameters, stepping on the host.
 
-Where gradients have which type: with `mixed_precision` off everything is the model's own float32.
-With bf16, one backward pass makes a minibatch's gradient in bf16 (the head's in float32, cast at
-its end); from there on, summing over ranks and over minibatches is in float32, whether each
-minibatch is reduced or whole gradients wait on their rank.
+Types of gradients: without `mixed_precision` everything is float32, the model's type. With bf16, a
+backward pass computes a minibatch's gradient in bf16 (the head's in float32, cast at its end); sums
+over ranks and over minibatches are float32, whether each minibatch is reduced or whole gradients
+wait on their rank.
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
 from async_grpo.model.policy import PolicyModel, hf_named_parameters
+from async_grpo.model.weight_files import local_part
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 
 def compute_dtype(mixed_precision: str, device: torch.device) -> torch.dtype:
-    """The type of activations: bf16 on request, and by itself where the device likes it."""
-    likes_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported()
-    if mixed_precision == "bf16" or (mixed_precision == "auto" and likes_bf16):
+    """The type of activations: bf16 on request, and with `auto` where the device supports it."""
+    has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported()
+    if mixed_precision == "bf16" or (mixed_precision == "auto" and has_bf16):
         return torch.bfloat16
     return torch.float32
 
@@ -55,34 +56,40 @@ def shard(
     """Shard `policy` in place over a mesh: each decoder layer, then the rest with the root.
 
     Master weights keep their type (float32); gradients are *summed* over all ranks of the mesh, in
-    float32. Works on one rank as on many. Names of parameters do not change. `keep_gathered`: a
+    float32. The mesh may have one rank. Names of parameters do not change. `keep_gathered`: a
     layer's weights stay whole from its forward to its backward pass. `offload`: shards and their
-    gradients lie in the host's memory. `compile`: the layers, and what becomes of logits.
+    gradients lie in the host's memory. `compile`: the layers, and what is computed of logits.
     """
     if activation_checkpointing:
         policy.model.gradient_checkpointing_enable({"use_reentrant": False})
     policy.compile_logprobs = compile
+    precision = MixedPrecisionPolicy()
+    dtype = compute_dtype(mixed_precision, torch.device(mesh.device_type))
+    if dtype != torch.float32:
+        precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     options: dict[str, object] = {
         "mesh": mesh,
-        "mp_policy": (precision := _precision(mixed_precision, torch.device(mesh.device_type))),
+        "mp_policy": precision,
         "offload_policy": (
             CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
         ),
     }
     for layer in policy.layers:
         if compile:
-            layer.compile(dynamic=True)  # every packed row has another length
+            layer.compile(dynamic=True)  # packed rows differ in length
         fully_shard(layer, reshard_after_forward=not keep_gathered, **options)
-    # The root's arguments are a minibatch and head terms: what teachers said stays float32.
+    # The root's arguments are a minibatch and head terms: teachers' payloads stay float32.
     fully_shard(policy, **(options | {"mp_policy": replace(precision, cast_forward_inputs=False)}))
-    _reduce_by_sum(policy)
+    for module in _sharded_modules(policy):  # undo FSDP's averaging; gloo needs both calls
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
     return policy.train()
 
 
 def reshard(policy: PolicyModel) -> None:
-    """Drop gathered parameters: after a forward without backward the root is still whole, and cast.
+    """Drop gathered parameters: after a forward without a backward pass the root still has them.
 
-    Without this a change of the shards would not be seen.
+    The next forward gathers again; otherwise it would use weights from before a change of shards.
     """
     for module in _sharded_modules(policy):
         module.reshard()
@@ -90,16 +97,16 @@ def reshard(policy: PolicyModel) -> None:
 
 @contextmanager
 def deferred_gradients(policy: PolicyModel, *, defer: bool) -> Iterator[None]:
-    """With `defer`, backward passes in this block add to whole, unreduced gradients of this rank.
+    """With `defer`, backward passes in the block add to whole, unreduced gradients of this rank.
 
-    The next backward pass outside of it reduces them together with its own. In between they cost
-    4 bytes a parameter of the whole model.
+    The next backward pass outside of the block reduces them with its own. Until then they take 4
+    bytes for each parameter of the whole model.
     """
     if not defer or not isinstance(policy, FSDPModule):
         yield
         return
-    # `set_is_last_backward` stays on: it only lets FSDP forget its order of prefetching, which
-    # would otherwise lead from one minibatch's first layer into the previous one's last.
+    # `set_is_last_backward` stays on: it only makes FSDP forget its order of prefetching, which
+    # would otherwise lead from a minibatch's first layer to the last layer of the one before.
     policy.set_requires_gradient_sync(False)
     try:
         yield
@@ -120,8 +127,8 @@ def drop_local_gradients(policy: PolicyModel) -> None:
 def iter_full_tensors(policy: PolicyModel) -> Iterator[tuple[str, Tensor]]:
     """Gather whole parameters one at a time, in the model's order, under their checkpoint names.
 
-    Collective: every rank must exhaust it. Rank 0 receives (name, CPU tensor), valid until the next
-    optimizer step; the others receive nothing.
+    Collective: every rank must exhaust it. Rank 0 gets (name, CPU tensor), valid until the next
+    optimizer step; the others get nothing.
     """
     is_receiver = not dist.is_initialized() or dist.get_rank() == 0
     for name, full in iter_device_tensors(policy):
@@ -135,47 +142,35 @@ def iter_device_tensors(
     *,
     device: torch.device | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """As `iter_full_tensors`, for every rank, each where its shards lie.
+    """As `iter_full_tensors`, but every rank gets the tensors, on the device of its shards.
 
-    Cast to `dtype`, and moved to `device` where offloaded shards wait in host memory, before
-    gathering. Collective: every rank must exhaust it.
+    Shards are cast to `dtype` and moved to `device` before gathering, where these are given.
+    Collective: every rank must exhaust it.
     """
     reshard(policy)
     for name, parameter in hf_named_parameters(policy):
-        held = parameter.detach()
-        full = held.to(device=device or held.device, dtype=dtype or held.dtype)
+        full = parameter.detach().to(device=device, dtype=dtype)
         yield name, full.full_tensor() if isinstance(full, DTensor) else full
 
 
 def local_shards(policy: PolicyModel) -> list[Tensor]:
-    """This rank's rows of each parameter, flat, in the model's order; they share its memory."""
+    """This rank's part of each parameter, flat, in the model's order; they share its memory.
+
+    Gathered parameters are dropped first, so that a change of the shards takes effect.
+    """
     reshard(policy)
     held = (parameter.detach() for _, parameter in hf_named_parameters(policy))
-    return [_local(parameter).reshape(-1) for parameter in held]
+    return [local_part(parameter).reshape(-1) for parameter in held]
 
 
 def local_gradients(policy: PolicyModel) -> list[Tensor]:
-    """This rank's part of the gradients that have been reduced so far, flat; in their memory."""
+    """This rank's part of the gradients reduced so far, flat; they share the gradients' memory."""
     held = (parameter.grad for _, parameter in hf_named_parameters(policy))
-    return [_local(grad).reshape(-1) for grad in held if grad is not None]
-
-
-def _precision(mixed_precision: str, device: torch.device) -> MixedPrecisionPolicy:
-    dtype = compute_dtype(mixed_precision, device)
-    if dtype == torch.float32:
-        return MixedPrecisionPolicy()
-    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-
-
-def _reduce_by_sum(policy: PolicyModel) -> None:
-    """Undo FSDP's averaging, here and nowhere else; gloo needs both calls."""
-    for module in _sharded_modules(policy):
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)
+    return [local_part(grad).reshape(-1) for grad in held if grad is not None]
 
 
 def _parameter_groups(module: FSDPModule) -> list[FSDPParamGroup]:
-    """What FSDP2 keeps of a module's parameters; there is no public way to it."""
+    """FSDP2's groups of a module's parameters; torch has no public access to them."""
     state = module._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
         return state._fsdp_param_groups
@@ -189,10 +184,10 @@ def _sharded_modules(policy: PolicyModel) -> list[FSDPModule]:
 class HostAdamW:
     """AdamW with its moments in the host's memory: 8 bytes a parameter less on the device.
 
-    It stands in the place of an `AdamW` over the same groups of parameters, with the same results.
-    Each step copies gradients and masters to the host, 8 bytes a parameter of this rank's shard,
-    steps there, and copies masters back, 4 bytes. The masters of the device are the ones that
-    count: what a resume or an exchange of weights writes into them is seen.
+    Has the methods of an `AdamW` over the same groups of parameters, and the same results. Each
+    step copies gradients and masters to the host (8 bytes a parameter of this rank's shard), steps
+    there, and copies masters back (4 bytes). Between steps the device's masters are the valid ones:
+    a resume or an exchange of weights may write into them.
     """
 
     def __init__(self, groups: Iterable[dict[str, Any]], **options: Any) -> None:
@@ -209,49 +204,45 @@ class HostAdamW:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Move the parameters by their gradients, all of which must be there."""
+        """Update the parameters, each of which must have a gradient."""
         for parameter, twin in self.twins.items():
             assert parameter.grad is not None and twin.grad is not None
-            _local(twin).copy_(_local(parameter))
-            _local(twin.grad).copy_(_local(parameter.grad))
+            local_part(twin).copy_(local_part(parameter))
+            local_part(twin.grad).copy_(local_part(parameter.grad))
         self._adamw.step()
         for parameter, twin in self.twins.items():
-            _local(parameter).copy_(_local(twin))
+            local_part(parameter).copy_(local_part(twin))
 
     def zero_grad(self, *, set_to_none: bool = True) -> None:
-        """Forget the gradients of the device; those here are written over."""
+        """Forget the gradients on the device; the next step overwrites those in the host."""
         assert set_to_none
         for parameter in self.twins:
             parameter.grad = None
 
 
 def moments_of(optimizer: AdamW | HostAdamW, parameter: Tensor) -> dict[str, Tensor]:
-    """AdamW's state of a trained parameter, wherever it lies."""
+    """The optimizer's state of a trained parameter: on its device, or in the host."""
     twin = optimizer.twins[parameter] if isinstance(optimizer, HostAdamW) else parameter
     return optimizer.state[twin]
 
 
 def _on_host(tensor: Tensor) -> Tensor:
-    """Room in this host's memory for a tensor, or for this rank's shard of one."""
-    local = _local(tensor.detach())
+    """Zeros in the host's memory, of the form of a tensor or of this rank's shard of one."""
+    local = local_part(tensor.detach())
     held = torch.zeros(local.shape, dtype=local.dtype, device="cpu", pin_memory=local.is_cuda)
     return as_shard(held, tensor)
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 @functools.cache
 def host_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The same places on hosts, for shards in their memory; its first call is collective."""
+    """The same mesh over hosts, for shards in their memory; the first call is collective."""
     if mesh.device_type == "cpu":
         return mesh
     return init_device_mesh("cpu", tuple(mesh.shape), mesh_dim_names=mesh.mesh_dim_names)
 
 
 def as_shard(held: Tensor, tensor: Tensor) -> Tensor:
-    """`held`, in this host's memory, in the place of `tensor` or of this rank's shard of it."""
+    """`held`, in the host's memory, as a tensor of the form of `tensor`: sharded if that is."""
     if not isinstance(tensor, DTensor):
         return held
     return DTensor.from_local(

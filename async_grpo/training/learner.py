@@ -1,4 +1,4 @@
-"""The model, its optimizer, what a rank does with the items of a stream, and its held-out loss."""
+"""A rank's model and optimizer, trained by the items of a stream, and its held-out loss."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from async_grpo.training.step import GradientStep, StepResult
 from async_grpo.types import EndOfStep, Minibatch, Sample, TrainingPair
 
 logger = logging.getLogger(__name__)
-PACKED_TOGETHER = 256  # pairs; packing takes longer than linear in them
+PACKED_TOGETHER = 256  # pairs; the time of packing grows faster than their number
 
 
 class Learner:
@@ -37,7 +37,7 @@ class Learner:
     def __init__(
         self, policy: PolicyModel, config: TrainConfig, ranks: Ranks, *, peak: float | None = None
     ) -> None:
-        """`policy` is where and as it shall be trained; `peak`: TFLOP/s of this rank's device."""
+        """`policy` is sharded, on its device; `peak`: TFLOP/s of this rank's device."""
         self.config = config
         self.policy = policy
         self.device = ranks.device
@@ -53,7 +53,10 @@ class Learner:
 
     @classmethod
     def build(cls, config: TrainConfig, ranks: Ranks) -> Learner:
-        """Load, shard and equip the policy; float32 master weights."""
+        """Load and shard the policy, with float32 master weights; collective.
+
+        Raises `ConfigError` or `UnfitModel` on every rank for what cannot be trained.
+        """
         code, memory = users_algorithm(config), config.memory
         find_algorithm(config, code)  # before the minutes in which a model loads
         if of_rank_0 := ranks.share(lambda: code):
@@ -97,7 +100,7 @@ class Learner:
         self.step.measure("model_tflop", training_flops(self._size, packed) / 1e12)
 
     def update(self, end: EndOfStep) -> StepResult:
-        """Divide by D, once, and step; the recorder hears of it.
+        """Audit the step, divide by D and update, and let the recorder write it; collective.
 
         Raises `AuditError` when a rank has trained other samples than it was sent, or more than D.
         """
@@ -116,7 +119,7 @@ class Learner:
         return result
 
     def set(self, settings: Settings) -> None:
-        """The options that are other than at the start of the run, for the steps that follow."""
+        """Set the options that differ from those at the run's start, for the steps that follow."""
         if self.settings == settings:
             return
         self.settings = dict(settings)
@@ -133,9 +136,9 @@ class Learner:
 
 
 def shard_as_billed(policy: PolicyModel, config: TrainConfig, ranks: Ranks) -> None:
-    """Shard an outlined policy as the options say, and log what it will take; collective.
+    """Shard an outlined policy as the options say, and log its memory bill; collective.
 
-    `--activation-checkpointing auto` is decided here, for all ranks by the one with the least room.
+    Decides `--activation-checkpointing auto`: on for all ranks if any has too little free memory.
     """
     model, memory = model_shape(policy), config.memory
     dtype = compute_dtype(memory.mixed_precision, ranks.device)
@@ -172,7 +175,7 @@ def shard_as_billed(policy: PolicyModel, config: TrainConfig, ranks: Ranks) -> N
 
 @dataclass(frozen=True, slots=True)
 class HeldOutLoss:
-    """What one pass over the held-out pairs found."""
+    """The result of one pass over the held-out pairs."""
 
     loss_sum: float  # -log-probability of every trained token
     num_tokens: int
@@ -181,16 +184,15 @@ class HeldOutLoss:
 
     @property
     def mean(self) -> float:
-        """A token's, in nats."""
+        """Mean -log-probability of a token, in nats."""
         return self.loss_sum / self.num_tokens
 
 
 class HeldOutPairs:
-    """The held-out pairs as each rank's share of minibatches, and the policy's loss on them.
+    """This rank's minibatches of the held-out pairs, and the policy's loss on all pairs.
 
-    That is one mean over all their trained tokens, by all ranks: the sum over tokens and their
-    number are added up over minibatches and ranks before the division, so that the mean depends on
-    neither.
+    The loss is one mean over all trained tokens: sum and number are added up over minibatches and
+    ranks before the division, so that the mean depends on neither.
     """
 
     def __init__(self, pairs: Sequence[TrainingPair], learner: Learner, ranks: Ranks) -> None:
@@ -210,7 +212,7 @@ class HeldOutPairs:
 
     @torch.no_grad()
     def loss(self) -> HeldOutLoss:
-        """Collective; the weights of this moment, the same answer on every rank."""
+        """The loss under the current weights, the same on every rank; collective."""
         started = time.monotonic()
         policy, device = self._learner.policy, self._learner.device
         sums = torch.zeros(2, dtype=torch.float64, device=device)  # Σ -lp, tokens

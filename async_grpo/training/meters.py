@@ -1,6 +1,6 @@
 """What a rank measures of itself: seconds in collectives, peak memory, the peak of its device.
 
-None of it waits for a device before the end of a step, where the sums of metrics wait anyway.
+Nothing here waits for a device before the end of a step, where the metrics wait for it anyway.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 from async_grpo.config.training_options import MemoryOptions
 from async_grpo.training.fsdp import compute_dtype
 
-PRODUCTS_S = 0.2  # for which products are repeated to find the peak
-DEVICE_SIZE, CPU_SIZE = 8192, 512  # of their square factors
+PRODUCTS_S = 0.2  # seconds for which matrix products are repeated to find the peak
+DEVICE_SIZE, CPU_SIZE = 8192, 512  # rows and columns of their square factors
 STATUS = Path("/proc/self/status")
 
 
 class Collectives:
     """Seconds of one rank in FSDP's collectives (`gathering`) and in those of a step's end.
 
-    On the CPU: in which its thread stood still. On a device FSDP's are the time of the streams that
-    they run on, most of it beside computing. Both begin when this rank is there: waiting for a rank
-    that is late is in them.
+    On a CPU, the seconds for which the thread is blocked. On a device, FSDP's seconds are those of
+    the streams that the collectives run on, mostly in parallel to computing. Both include the wait
+    for ranks that join later.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -48,7 +48,7 @@ class Collectives:
 
     @contextmanager
     def gathering(self) -> Iterator[None]:
-        """Within, FSDP's own collective is given to the device, or done."""
+        """Time the block, in which FSDP runs a collective or enqueues it on the device."""
         if self._device.type != "cuda":
             started = time.perf_counter()
             yield
@@ -62,13 +62,13 @@ class Collectives:
 
     @contextmanager
     def agreeing(self) -> Iterator[None]:
-        """Within, ranks tell each other what they have counted."""
+        """Time the block, in which ranks exchange counts at the end of a step."""
         started = time.perf_counter()
         yield
         self._agreeing_s += time.perf_counter() - started
 
     def take(self) -> dict[str, float]:
-        """Sums since the last call; the device has caught up."""
+        """{name: seconds} since the last call; waits for the device."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         on_device = sum(begin.elapsed_time(end) for begin, end in self._events) / 1e3
@@ -96,9 +96,9 @@ class _TimedReduceScatter(_Timed, DefaultReduceScatter): ...
 
 
 def peak_memory(device: torch.device) -> dict[str, float]:
-    """The most that this process has held so far: of the host, and of the device for tensors.
+    """{name: bytes}: this process's peak so far, in the host, and on the device for tensors.
 
-    Without what CUDA and NCCL take of the device for themselves.
+    What CUDA and NCCL themselves take of the device is not included.
     """
     lines = STATUS.read_text().splitlines()
     high_water = next(line for line in lines if line.startswith("VmHWM:"))
@@ -109,7 +109,7 @@ def peak_memory(device: torch.device) -> dict[str, float]:
 
 
 def peak_tflops(memory: MemoryOptions, device: torch.device) -> float | None:
-    """What this rank could do at most, by which its utilisation is told; None: it is not."""
+    """TFLOP/s by which this rank's utilisation is computed; None: it is not computed."""
     if memory.peak_tflops not in ("auto", "measure"):
         return float(memory.peak_tflops)
     if memory.peak_tflops == "auto" and device.type == "cpu":
@@ -118,12 +118,12 @@ def peak_tflops(memory: MemoryOptions, device: torch.device) -> float | None:
 
 
 def measured_tflops(device: torch.device, *, dtype: torch.dtype) -> float:
-    """Of the fastest of many square products of random numbers; zeros would be faster."""
+    """TFLOP/s of the fastest of many square products of random numbers; zeros would be faster."""
     size = DEVICE_SIZE if device.type == "cuda" else CPU_SIZE
     left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     out = torch.empty_like(left)
-    fastest_s, given_up_at = float("inf"), time.perf_counter() + PRODUCTS_S
-    while time.perf_counter() < given_up_at:
+    fastest_s, until = float("inf"), time.perf_counter() + PRODUCTS_S
+    while time.perf_counter() < until:
         started = time.perf_counter()
         torch.mm(left, right, out=out)
         if device.type == "cuda":

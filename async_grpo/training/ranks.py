@@ -1,8 +1,8 @@
-"""The trainer's ranks: started together, or one alone; they agree on errors before they work.
+"""The trainer's ranks, several or a single one: their start, and what they share and agree on.
 
-They divide the model in one group of shards, or in several that replicate:
+They hold the model in one group of shards, or in several groups that replicate it:
 
-shard       all ranks hold one copy of masters, gradients and moments between them
+shard       the ranks of a group hold one copy of masters, gradients and moments between them
 replicate   ranks of the same place in their groups hold the same shards, and add up gradients
 """
 
@@ -27,7 +27,7 @@ SHARD, REPLICATE = "shard", "replicate"  # see `make_mesh`
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
 
 
-# What gloo's and NCCL's collectives say when a peer's process has ended.
+# Messages of gloo's and NCCL's collectives when a peer's process has ended.
 LOSS = re.compile(
     r"gloo/transport.*(closed by peer|reset by peer|Broken pipe|Connection refused)"
     r"|Connection (closed|reset) by peer|ncclRemoteError|remote process exited",
@@ -36,7 +36,7 @@ LOSS = re.compile(
 
 
 def as_rank_loss(error: BaseException) -> RankLostError | None:
-    """What a failed collective means when another rank's death has broken it, else None."""
+    """`RankLostError` for a collective that failed because another rank has died, else None."""
     is_collectives_own = isinstance(error, RuntimeError) and not isinstance(error, AsyncGrpoError)
     if not is_collectives_own or not LOSS.search(str(error)):
         return None
@@ -46,7 +46,7 @@ def as_rank_loss(error: BaseException) -> RankLostError | None:
 
 
 class Absent:
-    """In the place of what only rank 0 has: whatever is asked of it does nothing."""
+    """Stands on other ranks for an object of rank 0; every method does nothing."""
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         return lambda *_, **__: None
@@ -78,8 +78,8 @@ class Ranks:
         """Join the process group that the environment describes; without one, be the only rank.
 
         A collective that a rank does not reach within `timeout_s` ends the others. `device_index`:
-        as torch counts, None on a CPU; `memory_share` of it is what this rank may allocate.
-        `shard_ranks` share one copy of the model; 0: all do; None: those of a machine do.
+        torch's index, None on a CPU; this rank may allocate `memory_share` of that device's memory.
+        `shard_ranks`: how many share one copy of the model; 0: all; None: those of a machine.
         """
         if "RANK" not in os.environ:
             os.environ.update(ALONE, MASTER_PORT="0")
@@ -111,10 +111,9 @@ class Ranks:
     def on_main(
         self, prepare: Callable[[], T], *, group: dist.ProcessGroup | None = None
     ) -> T | None:
-        """What `prepare` returns on rank 0, where alone it runs; None on the other ranks.
+        """Call `prepare` on rank 0 and return its result there, None on other ranks; collective.
 
-        An error for the user that it raises is raised on every rank. A thread has a `group` of its
-        own.
+        An `AsyncGrpoError` that it raises is raised on every rank. A thread passes its own `group`.
         """
         result: T | None = None
         error: AsyncGrpoError | None = None
@@ -132,13 +131,13 @@ class Ranks:
         return result
 
     def share(self, prepare: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> T:
-        """What `prepare` returns on rank 0, where alone it runs, on every rank; errors likewise."""
+        """As `on_main`, but every rank gets the result."""
         result = [self.on_main(prepare, group=group)]
         dist.broadcast_object_list(result, src=0, group=group)
         return cast(T, result[0])
 
     def gather(self, value: T, *, group: dist.ProcessGroup | None = None) -> list[T]:
-        """What every rank gives, in their order; collective, over hosts and not devices."""
+        """The values of all ranks, in their order; collective, over hosts and not devices."""
         if self.world_size == 1:
             return [value]
         values = [value] * self.world_size
@@ -146,7 +145,7 @@ class Ranks:
         return values
 
     def agree(self, urgency: int) -> int:
-        """The largest value that any rank gives; collective, over hosts and not devices."""
+        """The largest value of any rank; collective, over hosts and not devices."""
         if self.world_size == 1:
             return urgency
         flag = torch.tensor(urgency)
@@ -160,7 +159,10 @@ class Ranks:
 
 
 def _store_of_this_attempt() -> dist.Store:
-    """Where the ranks meet. torchrun's store still tells where those before a restart were."""
+    """The store through which ranks find each other.
+
+    A prefix for each attempt: torchrun's store still has the addresses from before a restart.
+    """
     serves = os.environ["RANK"] == "0" and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ
     store = dist.TCPStore(
         os.environ["MASTER_ADDR"],
@@ -175,7 +177,7 @@ def _store_of_this_attempt() -> dist.Store:
 def make_mesh(device_type: str, *, num_ranks: int, shard_ranks: int = 0) -> DeviceMesh:
     """("shard",) over all ranks, or ("replicate", "shard") of groups of `shard_ranks`; collective.
 
-    Raises ConfigError where groups of that size do not hold all ranks.
+    Raises ConfigError where the number of ranks is not a multiple of `shard_ranks`.
 
     Six ranks in groups of two: rank 3 is in (1, 1), shards with rank 2, replicates with 1 and 5.
     """

@@ -25,10 +25,9 @@ def learning_rate_factor(
 ) -> float:
     """Fraction of the peak learning rate for the step that begins at `position`.
 
-    Every schedule but `constant` rises linearly over the warm-up, as far as the step will have
-    moved the clock when it ends (by `advance`), so that the first step is already above zero;
-    `linear` and `cosine` then fall to `smallest`, which a step that begins at `num_total` would
-    have.
+    Every schedule but `constant` rises linearly over the warm-up. There it is evaluated at the end
+    of the step, `advance` later, so that the first step is above zero. `linear` and `cosine` then
+    fall to `smallest`, which a step that begins at `num_total` would have.
 
     >>> [learning_rate_factor(step, schedule="linear", num_warmup=2, num_total=6)
     ...  for step in range(6)]
@@ -54,14 +53,14 @@ def learning_rate_factor(
 
 @dataclass(frozen=True, slots=True)
 class Clocks:
-    """How far the optimizer has come; what a checkpoint keeps of the schedule."""
+    """How far the optimizer has come; a checkpoint saves it."""
 
     steps: int = 0  # gradient steps taken
-    samples: int = 0  # that counted in D of these steps
+    samples: int = 0  # counted in D of these steps
     tokens: int = 0  # unmasked output tokens of these samples
 
     def after(self, num_samples: int, num_tokens: int = 0) -> Clocks:
-        """Past one more step, of `num_samples` samples with `num_tokens` tokens."""
+        """The clocks after one more step, of `num_samples` samples with `num_tokens` tokens."""
         return Clocks(self.steps + 1, self.samples + num_samples, self.tokens + num_tokens)
 
 
@@ -73,9 +72,9 @@ def learning_rate_after(
     num_samples: int,
     samples_per_slot: int,
 ) -> float:
-    """Of the step that begins at `clocks` and has `num_samples`, on the clock that the run chose.
+    """The learning rate of the step that begins at `clocks` and has `num_samples`.
 
-    `samples_per_slot`: those that a slot of the batch is planned to give.
+    `samples_per_slot`: samples that are planned for each slot of a batch.
     """
     position, advance, num_warmup = clocks.steps, 1, optimizer.num_warmup_steps
     per_batch = batching.steps_per_batch
