@@ -1,4 +1,4 @@
-"""The policy as a Hugging Face folder that transformers and vLLM load, and when it is written."""
+"""Exports: the policy as a Hugging Face folder that transformers and vLLM load."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ INDEX_NAME = "model.safetensors.index.json"
 
 
 def export_hf(policy: PolicyModel, *, source_folder: str, target: str) -> str:
-    """Write `target`, whole or not at all; collective, and complete on return on every rank.
+    """Write the folder `target`, whole or not at all; collective, and done on return on every rank.
 
-    Weights take the type that the source's config.json names, float32 where it names none; a tied
-    head is not repeated. Config, generation config and tokenizer are the source's files. An older
-    folder at `target` is replaced. Returns on every rank why a disk refused, empty if none did.
+    Weights get the dtype that the source's config.json names, else float32; a tied head is not
+    repeated. Config, generation config and tokenizer are copied from the source. An older folder at
+    `target` is replaced. Returns, on every rank, the disk's error in words; empty without one.
     """
     tensors = iter_full_tensors(policy)
     reason = [""]
@@ -43,7 +43,7 @@ def export_hf(policy: PolicyModel, *, source_folder: str, target: str) -> str:
             _write(tensors, Path(source_folder), Path(target))
         except (OSError, CheckpointError) as error:
             reason = [str(error)]
-    for _ in tensors:  # gathered by all ranks, to the last, whatever has become of the writer
+    for _ in tensors:  # gathering is collective: all ranks do it to the end, also after an error
         pass
     if dist.is_initialized():
         dist.broadcast_object_list(reason, src=0)
@@ -63,7 +63,7 @@ def _write(tensors: Iterable[tuple[str, Tensor]], source: Path, goal: Path) -> N
         temporary.rename(goal)
         sync(goal.parent)
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)  # the next file may need its room
+        shutil.rmtree(temporary, ignore_errors=True)  # frees the disk for what is written next
 
 
 def _stored_dtype(source: Path) -> torch.dtype:
@@ -82,7 +82,7 @@ def _copy_descriptions(source: Path, folder: Path) -> None:
 def _write_weights(
     tensors: Iterable[tuple[str, Tensor]], folder: Path, *, dtype: torch.dtype
 ) -> None:
-    """One safetensors file, or several with an index, never more than one of them in memory."""
+    """Write one safetensors file, or several with an index; at most one is in memory."""
     index: dict[str, str] = {}
     stored = ((name, tensor.to(dtype).contiguous()) for name, tensor in tensors)
     shards = list(write_shards(stored, folder, stem=".shard", max_bytes=SHARD_BYTES))
@@ -99,43 +99,43 @@ class Exports:
     """Writes `hf_format/samples_N/` every `--min-samples-per-checkpoint` samples and at the end."""
 
     def __init__(self, learner: Learner, *, doing: Callable[[str], None]) -> None:
-        """`doing` is told what takes time."""
+        """`doing` shows in the display what this rank does."""
         self._doing = doing
         self._recording = learner.config.recording
-        self._source = learner.config.places.model_name_or_path
         self._learner = learner
         self._num_samples = 0
         self._last_export = -1
-        self._refusal = ""  # why the disk did not take the last one
+        self._refusal = ""  # the disk's error at the last one; empty: none
 
     def state(self) -> dict[str, int]:
-        """What a resumed run needs to export when this one would have."""
+        """The counters for a checkpoint: a resumed run exports when this one would have."""
         return {"samples": self._num_samples, "last_export": self._last_export}
 
     def restore(self, state: Mapping[str, int]) -> None:
-        """The inverse of `state`."""
+        """Take the counters of a checkpoint's `state`."""
         self._num_samples, self._last_export = state["samples"], state["last_export"]
 
     def count(self, end: EndOfStep) -> None:
-        """A gradient step was finished."""
+        """Count the samples of a finished gradient step."""
         self._num_samples += end.num_samples
 
     def export_if_due(self) -> None:
-        """Collective, after a batch."""
+        """Export after a batch once enough samples were trained; collective."""
         interval = self._recording.min_samples_per_checkpoint
         if interval and self._num_samples - max(self._last_export, 0) >= interval:
             self.export()
 
     def export(self) -> None:
-        """Collective: write the policy as it is, unless it has been written already.
+        """Write the current policy, unless it has been written already; collective.
 
-        A disk that refuses costs the export, not the run.
+        A disk that fails costs the export, not the run.
         """
         if self._last_export == self._num_samples and not self._refusal:
             return
         self._doing("exporting the model")
         target = str(export_folder(self._recording.output_dir, self._num_samples))
-        self._refusal = export_hf(self._learner.policy, source_folder=self._source, target=target)
+        source = self._learner.config.places.model_name_or_path
+        self._refusal = export_hf(self._learner.policy, source_folder=source, target=target)
         self._last_export = self._num_samples
         if self._refusal:
             logger.warning("the export to %s FAILED, the run goes on: %s", target, self._refusal)
@@ -143,9 +143,9 @@ class Exports:
             logger.info("exported the model to %s", target)
 
     def check_last(self, *, is_saved: bool) -> None:
-        """At the end of a run whose last batch `is_saved` in a checkpoint, or not.
+        """Check, at the end of a run, that the trained model was exported or `is_saved`.
 
-        Raises `CheckpointError` when the trained model is nowhere.
+        Raises `CheckpointError` when neither an export nor a checkpoint holds it.
         """
         if not self._refusal:
             return
@@ -164,9 +164,9 @@ class Exports:
 def export_finished(
     output_dir: str, ranks: Ranks, state: Mapping[str, int], *, restored: Callable[[], Learner]
 ) -> None:
-    """Collective: the last export of a run that is trained, if it is not there.
+    """Export the model of a finished run, if that is missing; collective.
 
-    `state`: of its exports. `restored` gives a learner with what it has come to.
+    `state` is that of its `Exports`. `restored` builds a learner from its last checkpoint.
     """
     if ranks.share(export_folder(output_dir, state["samples"]).exists):
         return

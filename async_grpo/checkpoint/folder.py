@@ -1,20 +1,21 @@
-"""The checkpoints of one run on disk: whole or not there, proven by reading, never the last lost.
+"""The checkpoints of one run on disk: each is whole or absent, verified by reading it back, and the
+last good one is never lost.
 
     <output_dir>/checkpoints/batch_12/           {shards, manifest.json, COMMITTED}
-                             .batch_14.partial/  being written; begin() removes what a crash left
-                             .batch_8.removed/   on its way out, likewise
+                             .batch_14.partial/  being written; begin() removes one of a crash
+                             .batch_8.removed/   being removed; likewise
 
-A save is: shards into the temporary folder, by all ranks, each of which hashes its own on their way
-out, syncs them and reads them back → sync and sha256 of what else lies there, and manifest.json →
-sync of the folders → rename → sync of the parent → COMMITTED → read back as a resume reads it, but
-for what ranks have read → rotation. A good checkpoint is never renamed or written to, only removed,
-once a newer one has been read back: a batch that is saved again (after a resume from further back)
-gets a folder of its own, `batch_12.2`, and `saved_at_ns` tells their order.
+A save is: all ranks write shards into the temporary folder; each hashes its own while it writes
+them, syncs them and reads them back → sync and sha256 of the other files there, and manifest.json →
+sync of the folders → rename → sync of the parent → COMMITTED → verification as a resume does it,
+except of the ranks' shards → rotation. A good checkpoint is never renamed or written to, only
+removed, once a newer one has been verified: a batch that is saved again (after a resume from an
+earlier one) gets a new folder, `batch_12.2`, and `saved_at_ns` gives their order.
 
 Why a marker beside the rename: COMMITTED is written after the new name is on disk, so its presence
-says that everything before it is, also where renaming a folder is not one step (network and
-object-store mounts) or where somebody copied half of it; and it holds the sha256 of manifest.json,
-which holds those of the shards. One flipped bit anywhere breaks this chain.
+proves that everything before it is too, also where renaming a folder is not atomic (network and
+object-store mounts) or where a copy was interrupted. It holds the sha256 of manifest.json, which
+holds those of the shards: one flipped bit anywhere breaks this chain.
 """
 
 from __future__ import annotations
@@ -44,8 +45,6 @@ from async_grpo.checkpoint.reader import (
 )
 from async_grpo.util.errors import CheckpointError
 
-__all__ = ["CheckpointFolder", "Newest", "read_checkpoint"]
-
 logger = logging.getLogger(__name__)
 NAME = re.compile(r"batch_(\d+)(\.\d+)?")
 LEFTOVER = re.compile(r"\.batch_\d+(\.\d+)?\.(partial|removed)")
@@ -54,24 +53,24 @@ NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 @dataclass(frozen=True, slots=True)
 class Newest:
-    """The newest checkpoint that verifies, if there is one, and those that were passed over.
+    """The newest checkpoint that verifies, if any, and those that were passed over.
 
-    What a crash left unfinished was never a checkpoint, and is not among them.
+    A save that a crash cut short was never a checkpoint, and is not among the latter.
     """
 
     path: Path | None
     manifest: Manifest | None
-    passed_over: tuple[tuple[Path, str], ...]  # and why
+    passed_over: tuple[tuple[Path, str], ...]  # with the reason
 
 
 @dataclass(frozen=True, slots=True)
 class _Saved:
-    """Checkpoints by the state of their manifest; shards are not looked at."""
+    """Checkpoints by the state of their manifest; shards are not read."""
 
     sound: list[tuple[Manifest, Path]]
-    damaged: list[tuple[Path, str]]  # and why
-    untouchable: list[tuple[Path, str]]  # perhaps good and not to be read now, or not ours
-    unfinished: list[Path]  # got their name, and then a crash came
+    damaged: list[tuple[Path, str]]  # with the reason
+    untouchable: list[tuple[Path, str]]  # unreadable now and perhaps good, or not ours
+    unfinished: list[Path]  # a crash came between rename and COMMITTED
 
 
 class CheckpointFolder:
@@ -80,7 +79,7 @@ class CheckpointFolder:
     def __init__(
         self, root: Path, *, keep: int, spared: Callable[[], frozenset[int]] = frozenset
     ) -> None:
-        """`spared`: after which batches checkpoints stay beside the `keep` newest."""
+        """`spared` returns the batches whose checkpoints stay beside the `keep` newest."""
         if keep < 1:
             raise ValueError(f"keep must be at least 1, got {keep}: the last good one stays")
         self._root = Path(os.path.abspath(root))
@@ -88,10 +87,10 @@ class CheckpointFolder:
         self._spared = spared
 
     def begin(self, batches: int) -> Path:
-        """An empty folder for the shards of a save; what crashes left behind is removed.
+        """Make an empty folder for the shards of a save, and remove what crashes left behind.
 
         Raises:
-            CheckpointError: the disk refuses.
+            CheckpointError: the disk fails.
         """
         with self._explained(f"batch_{batches}", "written to"):
             self._make_root()
@@ -103,11 +102,12 @@ class CheckpointFolder:
     def commit(self, temporary: Path, manifest: Manifest) -> Path:
         """Make the shards in `temporary` a checkpoint; on return it survives a power cut.
 
-        `manifest.files`: those that their ranks have synced, hashed and read back. Others are here.
+        `manifest.files`: {name: sha256} of shards that their ranks have synced and read back. This
+        method hashes and syncs the other files.
 
         Raises:
-            CheckpointError: the disk refuses, or gives back other bytes. Nothing is left of this
-                save, and older checkpoints stay as they were.
+            CheckpointError: the disk fails, or returns other bytes. Nothing is left of this save,
+                and older checkpoints stay as they were.
         """
         final = self._root / temporary.name.removeprefix(".").removesuffix(".partial")
         folder = temporary
@@ -126,7 +126,7 @@ class CheckpointFolder:
         return final
 
     def abandon(self, temporary: Path) -> None:
-        """Remove what was written of a save, where the disk allows; else the next save does."""
+        """Remove a save's folder; where the disk fails, the next save does it."""
         try:
             if temporary.name in disk.entries(self._root):
                 self._remove(temporary)
@@ -134,10 +134,10 @@ class CheckpointFolder:
             logger.warning("%s could not be removed: %s", temporary, error)
 
     def newest(self) -> Newest:
-        """Verify from the newest down until one is whole; nothing is changed on the disk.
+        """Verify from the newest down until one is whole; the disk is not changed.
 
         Raises:
-            CheckpointError: the folder of checkpoints itself cannot be read.
+            CheckpointError: the folder that holds the checkpoints cannot be read.
         """
         with self._explained("a checkpoint", "read from"):
             saved = self._saved()
@@ -152,7 +152,7 @@ class CheckpointFolder:
         return Newest(None, None, tuple(passed_over))
 
     def _seal(self, temporary: Path, manifest: Manifest) -> bytes:
-        """All that the folder holds, on disk before it gets its name; the text of its manifest."""
+        """Sync all files of the folder, before it is renamed; returns the manifest's text."""
         names = [name for name in file_names(temporary) if name not in manifest.files]
         for name in names:
             disk.sync(temporary / name)
@@ -173,7 +173,7 @@ class CheckpointFolder:
         disk.sync(path)
 
     def _rotate(self, newest: Path, batches: int) -> None:
-        """Remove what exceeds `keep`. A disk that refuses costs space, not the save."""
+        """Remove what exceeds `keep`. A disk that fails costs space, not the save."""
         try:
             for path in self._surplus(newest, batches):
                 self._remove(path)
@@ -181,10 +181,11 @@ class CheckpointFolder:
             logger.warning("an old checkpoint in %s could not be removed: %s", self._root, error)
 
     def _surplus(self, newest: Path, batches: int) -> list[Path]:
-        """Kept beside the newest: earlier batches, the latest save first, then futures undone;
-        and those that are spared.
+        """The checkpoints to remove.
 
-        Damaged ones go when there are enough good ones.
+        Kept beside the newest are, latest save first, those of earlier batches, then those of later
+        ones (which a resume has undone), and all that are spared. Damaged ones go when enough good
+        ones are there.
         """
         saved = self._saved()
         spared = self._spared() - {batches}
@@ -198,11 +199,11 @@ class CheckpointFolder:
         return surplus + (damaged if len(others) >= num_kept else [])
 
     def _next_time(self) -> int:
-        """Of a clock that never goes back."""
+        """Nanoseconds since 1970, later than every checkpoint's."""
         return max([time.time_ns(), *(older.saved_at_ns + 1 for older, _ in self._saved().sound)])
 
     def _remove(self, path: Path) -> None:
-        """Out of sight for good before the first file goes: never half there under its name."""
+        """Hide the folder before the first file goes, so that no half of it bears the name."""
         hidden = path
         if not path.name.startswith("."):
             hidden = self._root / f".{path.name}.removed"
@@ -211,7 +212,7 @@ class CheckpointFolder:
         disk.remove_tree(hidden)
 
     def _clean(self) -> None:
-        """Remove what crashes left: hidden folders, and one that got its name but no marker."""
+        """Remove what crashes left: hidden folders, and renamed ones without a marker."""
         for name, kind in disk.entries(self._root).items():
             if kind == "folder" and LEFTOVER.fullmatch(name):
                 self._remove(self._root / name)
@@ -219,10 +220,10 @@ class CheckpointFolder:
             self._remove(path)
 
     def _make_root(self) -> None:
-        """Its name and those above it, which the run may have just made, are on disk too."""
+        """Make the root, and sync its parents, which the run may have just made."""
         disk.make_tree(self._root)
         for folder in self._root.parents:
-            with suppress(PermissionError):  # not ours, hence older than the run
+            with suppress(PermissionError):  # not ours, so older than the run
                 disk.sync(folder)
 
     def _saved(self) -> _Saved:
@@ -238,7 +239,7 @@ class CheckpointFolder:
                 else:
                     saved.sound.append((read_manifest(path), path))
             except CheckpointError as error:
-                # A commit gives its name to folders with a manifest only: others are not ours.
+                # `commit` renames only folders with a manifest: others are not ours.
                 is_ours = MANIFEST_NAME in names
                 (saved.damaged if is_ours else saved.untouchable).append((path, str(error)))
             except OSError as error:
@@ -246,7 +247,7 @@ class CheckpointFolder:
         return saved
 
     def _named(self) -> list[tuple[Path, disk.Kind]]:
-        """What has the name of a checkpoint, by name."""
+        """Entries of the root that have a checkpoint's name, sorted by it."""
         try:
             entries = disk.entries(self._root)
         except FileNotFoundError:

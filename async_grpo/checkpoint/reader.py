@@ -1,14 +1,13 @@
-"""What lies in one checkpoint's folder, believed only as far as its hashes say so.
+"""Reads one checkpoint's folder and verifies its hashes.
 
-manifest.json is what a checkpoint says of itself: JSON beside the shards, which names and hashes
-every one.
+manifest.json, beside the shards, describes the checkpoint and has the sha256 of every other file:
 
 {"format": 1, "release": "0.1.0", "saved_at_ns": 1794…, "batches": 12, "world_size": 2,
  "config": {…}, "hashes": {"model": …, "encoding": …, "data": …}, "state": {…},
  "files": {"model-00001.safetensors": "9f86d081…"}}
 
-COMMITTED holds the sha256 of manifest.json, which holds those of all other files. Nothing is
-unpickled, no link is followed, and no file is read that the manifest does not name.
+COMMITTED holds the sha256 of manifest.json. Nothing is unpickled, no link is followed, and no file
+is read that the manifest does not name.
 """
 
 from __future__ import annotations
@@ -32,18 +31,18 @@ REMEDY = "resume from another one (--resume PATH), or start anew (--resume never
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """Everything of a checkpoint that is not a tensor; `config` and `state` are plain JSON values.
+    """All of a checkpoint but its tensors; `config` and `state` are plain JSON values.
 
-    `CheckpointFolder.commit` completes the last two.
+    `CheckpointFolder.commit` fills in `files` and `saved_at_ns`.
     """
 
-    batches: int  # completed ones
+    batches: int  # completed
     world_size: int
     config: Mapping[str, object]
-    hashes: Mapping[str, str]  # of what must be the same on resume, by what it is: model, data, …
+    hashes: Mapping[str, str]  # sha256 of what a resume must find unchanged: model, data, …
     state: Mapping[str, Any]
-    files: Mapping[str, str] = field(default_factory=dict)  # sha256 by name within the checkpoint
-    saved_at_ns: int = 0  # since 1970, rising: after a resume from further back, batches repeat
+    files: Mapping[str, str] = field(default_factory=dict)  # {name in the folder: sha256}
+    saved_at_ns: int = 0  # since 1970, strictly rising: `batches` may repeat after a resume
 
 
 def to_json(manifest: Manifest) -> bytes:
@@ -53,10 +52,10 @@ def to_json(manifest: Manifest) -> bytes:
 
 
 def from_json(text: bytes) -> Manifest:
-    """The manifest that `to_json` wrote; that it did, its hash in the marker says.
+    """The manifest that `to_json` wrote; the caller has verified the hash of `text`.
 
     Raises:
-        CheckpointError: it is of another format, or lacks something.
+        CheckpointError: the format is another one, or a field is missing.
     """
     try:
         content = json.loads(text)
@@ -74,13 +73,13 @@ def from_json(text: bytes) -> Manifest:
 
 
 def read_checkpoint(folder: Path, *, proven: Container[str] = ()) -> Manifest:
-    """The manifest of a checkpoint whose every file is the one that was written.
+    """Verify every file of a checkpoint, and return its manifest.
 
-    `proven`: files that have been read back already, which must only be there.
+    `proven`: names of files that were read back already, and must only exist.
 
     Raises:
-        CheckpointError: it is unfinished, damaged or no checkpoint: names the file, and both
-            hashes where they differ.
+        CheckpointError: it is unfinished, damaged or no checkpoint; the message names the file,
+            and both hashes where they differ.
     """
     try:
         manifest = read_manifest(folder)
@@ -94,11 +93,11 @@ def read_checkpoint(folder: Path, *, proven: Container[str] = ()) -> Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a finished checkpoint; the other files are not looked at.
+    """The manifest of a finished checkpoint; the other files are not read.
 
     Raises:
         CheckpointError: it is unfinished, damaged or no checkpoint.
-        OSError: it cannot be read, which need not last.
+        OSError: it cannot be read now, and perhaps can later.
     """
     kinds = disk.entries(folder)
     for name, meaning in ((MANIFEST_NAME, "no checkpoint"), (MARKER_NAME, "not finished")):
@@ -115,10 +114,10 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def file_names(folder: Path) -> list[str]:
-    """What lies in the folder of a checkpoint.
+    """The names of all files in a checkpoint's folder, sorted.
 
     Raises:
-        CheckpointError: there is something else than files.
+        CheckpointError: the folder holds something other than files.
     """
     kinds = disk.entries(folder)
     if others := sorted(name for name, kind in kinds.items() if kind != "file"):
@@ -127,12 +126,12 @@ def file_names(folder: Path) -> list[str]:
 
 
 def hash_files(folder: Path, names: Sequence[str]) -> dict[str, str]:
-    """The sha256 of each file, by name."""
+    """{name: sha256} of files in `folder`."""
     return dict(zip(names, disk.sha256([folder / name for name in names]), strict=True))
 
 
 def _check_complete(folder: Path, manifest: Manifest) -> None:
-    """Nothing is read that does not lie in the folder itself, whatever the manifest names."""
+    """Raise unless folder and manifest name the same files: names with paths are refused so."""
     found = {*file_names(folder)} - {MANIFEST_NAME, MARKER_NAME}
     if missing := sorted(manifest.files.keys() - found):
         raise CheckpointError(f"{folder} must hold {missing[0]}, which is missing: {REMEDY}")

@@ -1,4 +1,4 @@
-"""Where a run begins, decided on rank 0 before anything is made: anew, or after a checkpoint."""
+"""Decides, on rank 0 and before loading, where a run starts: anew, or after a checkpoint."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from async_grpo.algorithms.find import find_algorithm
-from async_grpo.checkpoint.folder import CheckpointFolder, read_checkpoint
-from async_grpo.checkpoint.reader import MANIFEST_NAME, Manifest
+from async_grpo.checkpoint.folder import CheckpointFolder
+from async_grpo.checkpoint.reader import MANIFEST_NAME, Manifest, read_checkpoint
 from async_grpo.config.option import flag, require
 from async_grpo.config.train_config import FIXED, INCIDENTAL, PLACES, TrainConfig
 from async_grpo.training.schedule import Clocks
@@ -30,15 +30,15 @@ Record = Question | TrainingPair | GivenPair
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """The beginning of a run: its first question, or what follows a checkpoint's last batch."""
+    """Where a run starts: at its first question, or after a checkpoint's last batch."""
 
-    folder: Path | None = None  # of the checkpoint
+    folder: Path | None = None  # of the checkpoint; None: a new run
     manifest: Manifest | None = None
     is_finished: bool = False  # nothing is left to train
 
     @property
     def batches(self) -> int:
-        """Completed ones."""
+        """Completed batches."""
         return self.manifest.batches if self.manifest else 0
 
     @property
@@ -49,22 +49,22 @@ class Start:
     def clocks(self) -> Clocks:
         if not self.manifest:
             return Clocks()
-        # Until release 0.1 without tokens; the report's are those of skipped steps too.
+        # Clocks of release 0.1 lack tokens; the report's count includes skipped steps.
         tokens = (self.state.get("report") or {}).get("tokens", 0)
         return Clocks(**{"tokens": tokens, **self.state["clocks"]})
 
     @property
     def point(self) -> ResumePoint | None:
-        """Where the batcher goes on; a supervised run has none."""
+        """Where the batcher continues; None for a supervised run."""
         saved = self.state.get("resume")
         if saved is None:
             return None
         return ResumePoint(**{**saved, "quarantined": tuple(saved["quarantined"])})
 
     def settings(self, config: TrainConfig) -> dict[str, object]:
-        """What was set while the run trained, and stays: see `config.train_config.with_settings`.
+        """{option: value} that were set while the run trained, and still apply.
 
-        An option that the command line has changed since is the command line's.
+        Where the command line has changed the option since, the command line's value applies.
         """
         saved: Mapping[str, Mapping[str, object]] = self.state.get("settings", {})
         own = config.options()
@@ -77,9 +77,10 @@ class Start:
 
 
 def find_start(config: TrainConfig) -> Start:
-    """Where this command line begins, with every reason against it but wrong contents.
+    """Decide where this command line's run starts; `check_contents` compares data and model later.
 
-    Raises `ConfigError` where a run would be lost, `CheckpointError` where none can be read.
+    Raises `ConfigError` where an existing run would be overwritten or the options do not fit the
+    checkpoint, `CheckpointError` where no checkpoint can be read.
     """
     recording = config.recording
     output = Path(recording.output_dir)
@@ -102,7 +103,7 @@ def find_start(config: TrainConfig) -> Start:
 
 
 def check_contents(start: Start, hashes: Mapping[str, str], paths: Mapping[str, str]) -> None:
-    """Raise `CheckpointError` when model, tokenizer or data are not those of the checkpoint."""
+    """Raise `CheckpointError` when a hash differs from the checkpoint's of the same name."""
     for name, saved in (start.manifest.hashes if start.manifest else {}).items():
         found = hashes.get(name)
         if found is not None and found != saved:
@@ -114,7 +115,7 @@ def check_contents(start: Start, hashes: Mapping[str, str], paths: Mapping[str, 
 
 
 def changed_options(start: Start, config: TrainConfig) -> dict[str, dict[str, object]]:
-    """{option: {"was": of the checkpoint, "is": of this command line}}, but for places."""
+    """{option: {"was": the checkpoint's value, "is": this command line's}}, without places."""
     saved = start.manifest.config if start.manifest else {}
     return {
         name: {"was": saved[name], "is": value}
@@ -124,13 +125,13 @@ def changed_options(start: Start, config: TrainConfig) -> dict[str, dict[str, ob
 
 
 def _own(config: TrainConfig, output: Path) -> Start:
-    """The start of a command line whose output folder holds a run already."""
+    """The start of a run whose output folder holds a run already."""
     recording = config.recording
     if recording.resume not in ("auto", "never"):
         named = _named(config)
         newest = _newest(output, keep=recording.keep_checkpoints)
         if newest.folder and _saved_options(output).get("resume") == recording.resume:
-            return newest  # this very command line has gone on from there before
+            return newest  # the same command line has resumed from there before
         if named.source is None or named.source.resolve() != output.resolve():
             if newest.folder is None and differing_options(config, output, INCIDENTAL) == []:
                 return named
@@ -153,7 +154,7 @@ def _own(config: TrainConfig, output: Path) -> Start:
 
 
 def _check_dump_is_new(config: TrainConfig, output: Path) -> None:
-    """A new run begins its dump anew; one beside its folder may be somebody else's."""
+    """Refuse an existing dump outside the output folder: a new run would overwrite it."""
     dump = output / config.recording.dump_samples_filename
     is_own = dump.resolve().is_relative_to(output.resolve())
     require(
@@ -163,7 +164,7 @@ def _check_dump_is_new(config: TrainConfig, output: Path) -> None:
 
 
 def _named(config: TrainConfig) -> Start:
-    """The checkpoint that `--resume PATH` names, or the newest one of the run that it names."""
+    """The checkpoint that `--resume PATH` names, or the newest of the run that it names."""
     path = Path(config.recording.resume)
     if (path / MANIFEST_NAME).exists():
         return Start(path, read_checkpoint(path))
@@ -181,7 +182,7 @@ def _named(config: TrainConfig) -> Start:
 
 
 def _newest(output: Path, *, keep: int) -> Start:
-    """The newest good checkpoint of a run; says what was passed over."""
+    """The newest good checkpoint of a run; warns of those passed over."""
     newest = CheckpointFolder(output / CHECKPOINTS_FOLDER, keep=keep).newest()
     if newest.path is None and newest.passed_over:
         reasons = "; ".join(reason for _, reason in newest.passed_over)
@@ -195,7 +196,7 @@ def _newest(output: Path, *, keep: int) -> Start:
 
 
 def _checked(start: Start, config: TrainConfig) -> Start:
-    """`start` if these options can go on from it; tells of those that differ."""
+    """`start`, if these options can resume from it; logs those that differ."""
     if start.manifest is None:
         return start
     saved, own = start.manifest.config, config.options()
@@ -214,12 +215,15 @@ def _checked(start: Start, config: TrainConfig) -> Start:
         )
         return dataclasses.replace(start, is_finished=True)
     _check_references(start, config)
-    _tell_of(start, config)
+    logger.info("the run goes on after batch %d, from %s", start.batches, start.folder)
+    if changes := changed_options(start, config).items():
+        told = (f"{flag(name)} {change['was']} -> {change['is']}" for name, change in changes)
+        logger.info("options that differ from the checkpoint's: %s", ", ".join(told))
     return start
 
 
 def _check_references(start: Start, config: TrainConfig) -> None:
-    """The reference's moved weights are in the checkpoint, unless they are the policy's own."""
+    """Raise unless the checkpoint has every moved reference that the next batches need."""
     batches = range(start.batches, start.batches + config.sampling.max_staleness + 1)
     needed = {config.sampling.reference_of(batch) for batch in batches} - {0, start.batches}
     missing = sorted(needed - set(start.state["references"]))
@@ -230,49 +234,40 @@ def _check_references(start: Start, config: TrainConfig) -> None:
         )
 
 
-def _tell_of(start: Start, config: TrainConfig) -> None:
-    logger.info("the run goes on after batch %d, from %s", start.batches, start.folder)
-    differing = [
-        f"{flag(name)} {change['was']} -> {change['is']}"
-        for name, change in changed_options(start, config).items()
-    ]
-    if differing:
-        logger.info("options that differ from the checkpoint's: %s", ", ".join(differing))
-
-
 def _holds_run(output: Path) -> bool:
     checkpoints = output / CHECKPOINTS_FOLDER
     return (output / METRICS_FILE).exists() or any(checkpoints.glob("batch_*"))
 
 
 def _check_nothing_due(config: TrainConfig, output: Path) -> None:
-    """Start over only in the place of the same run, and when no checkpoint can have been lost."""
+    """Raise unless the folder's run had the same options, and no checkpoint of it was due."""
     if not _saved_options(output):
         raise _occupied(config, f"no {PARAMETERS_FILE} says how it was started")
     if differing := differing_options(config, output, INCIDENTAL):
         raise _occupied(config, f"it was started with another {flag(differing[0])}")
-    if not config.recording.checkpoint_every_batches or _two_were_due(
-        config, output / METRICS_FILE
-    ):
+    saves = config.recording.checkpoint_every_batches
+    if not saves or _two_were_due(config, output / METRICS_FILE):
         raise _occupied(config, "it has left no checkpoint to go on from")
 
 
 def _two_were_due(config: TrainConfig, metrics: Path) -> bool:
-    """Then there was a first one, which is written while the run goes on."""
+    """Whether two checkpoints were due: then the first, saved in the background, is complete."""
+    recording = config.recording
     rows = metrics.read_bytes().splitlines() if metrics.exists() else []
     num_batches = len(rows) // config.batching.steps_per_batch
-    if num_batches < 2 or not config.recording.checkpoint_every_minutes:
-        return num_batches >= 2 * config.recording.checkpoint_every_batches
+    if num_batches >= 2 * recording.checkpoint_every_batches:
+        return True
+    if num_batches < 2 or not recording.checkpoint_every_minutes:
+        return False
     try:
         seconds = float(json.loads(rows[-1])["total_seconds"])
     except (ValueError, TypeError, LookupError):  # a line that a crash has cut
-        seconds = 0.0
-    is_late = seconds >= 2 * 60 * config.recording.checkpoint_every_minutes
-    return is_late or num_batches >= 2 * config.recording.checkpoint_every_batches
+        return False
+    return seconds >= 2 * 60 * recording.checkpoint_every_minutes
 
 
 def differing_options(config: TrainConfig, output: Path, ignored: tuple[str, ...]) -> list[str]:
-    """Those that the run in `output` was not started with; all, where none was."""
+    """Options whose values differ from those that the run in `output` started with."""
     saved, own = _saved_options(output), config.options()
     return [name for name in own if name not in ignored and saved.get(name) != own[name]]
 
@@ -294,10 +289,9 @@ def _occupied(config: TrainConfig, reason: str) -> ConfigError:
 
 
 def hash_data(records: Sequence[Record]) -> str:
-    """The sha256 of the data as loaded: over every record, in order, ids, texts and columns.
+    """The sha256 of the loaded data: ids, texts and columns of every record, in order.
 
-    It is of what the run makes of the data, so that any change of a line shows, and another path or
-    format of the same data does not.
+    A change of any line changes it; another path or file format of the same data does not.
     """
     digest = hashlib.sha256()
     for record in records:
@@ -311,7 +305,7 @@ def _parts(record: Record) -> Iterable[bytes]:
         return *_parts(record.question), _ids(record.completion_token_ids)
     if isinstance(record, TrainingPair):
         return _ids(record.prompt_token_ids), _ids(record.completion_token_ids)
-    # Columns may hold what a dataset decodes to; its text tells values apart well enough.
+    # Columns may hold any object that a dataset decodes to: its `str` is hashed.
     text = json.dumps([record.input, record.answer, record.columns], sort_keys=True, default=str)
     return _ids(record.input_token_ids), text.encode()
 

@@ -1,14 +1,15 @@
-"""When a run is saved, and how: all ranks copy their tensors, then train on while threads write.
+"""Saves a run: all ranks copy their tensors, then train on while threads write the checkpoint.
 
 consumes:     the end of a batch: policy, optimizer and counters between two gradient steps
-produces:     committed checkpoints, by rank 0
+produces:     checkpoints, which rank 0 commits
 waits for:    the save before this one, up to `deadlines.CHECKPOINT_S`
 unblocked by: the disk
 
-A save that fails is told loudly and counted, and the last good checkpoint stands: it ends no run.
+A save that fails is logged as an error and counted. It does not end the run: the last good
+checkpoint stays.
 
-That all ranks write to one folder is shown before they do, and after they have: on machines that
-share no disk each would write happily to its own, and a resume would find a part.
+Before and after they write, the ranks verify that they share one folder: on machines without a
+shared disk each would write to its own, and a resume would find only a part.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ REMEDY = "give an --output-dir on a disk that all machines of the trainer share"
 
 
 class RunReport(Protocol):
-    """What a checkpoint keeps of a run's report, and what the report hears of it."""
+    """The methods of `run.report.Report` that saving calls."""
 
     def spared_checkpoints(self) -> frozenset[int]: ...
     def state(self) -> dict[str, Any]: ...
@@ -67,9 +68,9 @@ class RunReport(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """A run between two batches: all of it that is neither tensors nor files; rank 0's counts."""
+    """A run between two batches, without tensors and files; only rank 0's counters are used."""
 
-    manifest: Manifest  # but for hashes
+    manifest: Manifest  # without hashes
     references: Mapping[int, Read]  # of the moved reference, by batches in its weights
 
     @property
@@ -78,7 +79,7 @@ class _Cut:
 
 
 class Checkpoints:
-    """Every rank has one; rank 0's knows the counters of the run, and commits."""
+    """Saves a run; every rank has one. Rank 0's has the run's counters, and commits."""
 
     def __init__(
         self,
@@ -90,7 +91,7 @@ class Checkpoints:
         hashes: Future[Mapping[str, str]] | None,
         references: References,
     ) -> None:
-        """`hashes` is rank 0's. `references`: what reads the weights of a moved reference."""
+        """`hashes`: for the manifest, on rank 0. `references` returns readers of moved weights."""
         self._config = config = learner.config
         self._learner = learner
         self._ranks = ranks
@@ -104,20 +105,20 @@ class Checkpoints:
             spared=lambda: report.spared_checkpoints() or frozenset(),
         )
         timeout = timedelta(seconds=deadlines.CHECKPOINT_S)
-        # The threads' own: collectives of the training loop must not meet theirs.
+        # A group for the threads: their collectives must not mix with those of the training loop.
         self._group = dist.new_group(backend="gloo", timeout=timeout)
         self._staging = Staging()
         self._last: _Cut | None = None
         self._saved = -1  # batches in the latest checkpoint that was begun
         self._saved_at = time.monotonic()  # or the run began
         self._running: Future[None] | None = None
-        self._committed = -1  # batches in the latest checkpoint that is there; rank 0's
+        self._committed = -1  # batches in the latest committed checkpoint; rank 0 only
 
     def check_folder(self) -> None:
-        """Collective, before the first batch: whether all ranks can save where rank 0 does.
+        """Check, before the first batch, that all ranks can save to rank 0's folder; collective.
 
-        Raises `NotSharedError` on all of them where they do not share it. A disk that is full now
-        may have room later.
+        Raises `NotSharedError` on all ranks where they do not share it. Other errors are warned of:
+        a disk that is full now may have room later.
         """
         if self._ranks.world_size == 1 or not self._config.recording.checkpoint_every_batches:
             return
@@ -133,21 +134,20 @@ class Checkpoints:
             logger.warning("%s", error)
 
     def batch_ended(self, end: EndOfStep) -> None:
-        """Collective, after all that follows a batch's last step; saves when it is time to.
+        """Save after a batch if a checkpoint is due; collective.
 
-        The last batch of the run is left to `save_last`, so that what is exported at the end is
-        there when the checkpoint says that nothing is left to do.
+        `save_last` saves the last batch of the run, after the final export: a checkpoint of it says
+        that nothing is left to do.
         """
         if not self._config.recording.checkpoint_every_batches:
             return
         self._last = self._cut(end)
-        if self._last.batches < self._config.batching.num_training_batches and self._is_due(
-            self._last
-        ):
+        is_last = self._last.batches >= self._config.batching.num_training_batches
+        if not is_last and self._is_due(self._last):
             self._save(self._last)
 
     def _is_due(self, cut: _Cut) -> bool:
-        """By the number of batches, or by rank 0's clock: all ranks save, or none."""
+        """Whether a save is due by the number of batches or rank 0's clock; same on all ranks."""
         by_number = cut.batches % self._config.recording.checkpoint_every_batches == 0
         if found := self._config.best_set:
             by_number = by_number or self._config.evaluates(found, cut.batches)
@@ -158,7 +158,7 @@ class Checkpoints:
         return bool(self._ranks.agree(int(is_late))) or by_number
 
     def save_last(self) -> None:
-        """Collective, at the end of a run that is done or was asked to stop."""
+        """Save at the end of a run that is done or was asked to stop; collective."""
         if self._last is None or self._last.batches == self._saved:
             return
         if self._learner.step.clocks != Clocks(**self._last.manifest.state["clocks"]):
@@ -171,7 +171,7 @@ class Checkpoints:
         self._save(self._last)
 
     def wait(self) -> None:
-        """Until the latest save has ended, well or not, up to its deadline."""
+        """Return once the latest save has ended, failed or not, or its deadline has passed."""
         if self._running is None:
             return
         try:
@@ -181,11 +181,11 @@ class Checkpoints:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the last batch that ended is in a checkpoint; rank 0 knows."""
+        """Whether the last batch that ended is in a checkpoint; on rank 0."""
         return self._last is not None and self._last.batches == self._committed
 
     def _cut(self, end: EndOfStep) -> _Cut:
-        references = self._references(end.batch + 1) or {}  # None where rank 0's are absent
+        references = self._references(end.batch + 1) or {}  # `Absent` returns None
         options = self._config.options()
         state = {
             "clocks": dataclasses.asdict(self._learner.step.clocks),
@@ -221,7 +221,7 @@ class Checkpoints:
         self._report.stood_still("seconds_checkpointing", time.monotonic() - started)
 
     def _write(self, cut: _Cut, tensors: Tensors) -> None:
-        """All ranks, in their threads; whatever goes wrong ends here."""
+        """Write a checkpoint, in a thread of every rank; logs errors and raises none."""
         temporary: Path | None = None
         try:
             temporary = self._ranks.share(
@@ -234,22 +234,19 @@ class Checkpoints:
             if self._ranks.is_main:
                 for batches, read in cut.references.items():
                     save_reference(read(), temporary, batches=batches)
-                self._report.sync_files()  # the checkpoint tells their sizes
-                self._commit(cut, temporary, files)
+                self._report.sync_files()  # the checkpoint holds their sizes
+                hashes = self._hashes.result() if self._hashes else {}
+                manifest = dataclasses.replace(cut.manifest, hashes=hashes, files=files)
+                path = self._folder.commit(temporary, manifest)
+                self._committed = cut.batches
+                logger.info("saved %s", path)
         except Exception as error:  # the boundary of a thread: a run goes on without a checkpoint
             if self._ranks.is_main and temporary:
                 self._folder.abandon(temporary)
             self._failed(cut, f"{error}" if isinstance(error, CheckpointError) else repr(error))
 
-    def _commit(self, cut: _Cut, temporary: Path, files: Mapping[str, str]) -> None:
-        hashes = self._hashes.result() if self._hashes else {}
-        manifest = dataclasses.replace(cut.manifest, hashes=hashes, files=files)
-        path = self._folder.commit(temporary, manifest)
-        self._committed = cut.batches
-        logger.info("saved %s", path)
-
     def _failed(self, cut: _Cut, reason: str) -> None:
-        """Rank 0 tells of it, once for all ranks."""
+        """Count a failed save; rank 0 logs it once for all ranks."""
         self._report.checkpoint_failed()
         if self._ranks.is_main:
             logger.error(
@@ -261,13 +258,13 @@ class Checkpoints:
 
 
 class NotSharedError(CheckpointError):
-    """Ranks would save to different folders."""
+    """The ranks would save to different folders."""
 
 
 def check_shared(folder: Path, ranks: Ranks, *, group: dist.ProcessGroup) -> None:
     """Raise `NotSharedError` on all ranks unless each reads in `folder` what rank 0 writes there.
 
-    Collective. `folder` is rank 0's, and there. What its disk refuses is another error.
+    Collective. `folder` exists on rank 0. A disk that fails raises `CheckpointError`.
     """
     token = ranks.share(lambda: _leave_token(folder), group=group)
     sees = ranks.is_main or _is_seen(folder / TOKEN_NAME, token)
@@ -284,9 +281,9 @@ def check_shared(folder: Path, ranks: Ranks, *, group: dist.ProcessGroup) -> Non
 def files_of_all(
     own: Mapping[str, str], folder: Path, ranks: Ranks, *, group: dist.ProcessGroup
 ) -> Mapping[str, str]:
-    """Collective: the hashes of all ranks' files by name; `own` are this rank's.
+    """{name: sha256} of all ranks' files, of which `own` are this rank's; collective.
 
-    Raises `CheckpointError` on all ranks when one has written nothing, or rank 0 lacks a file.
+    Raises `CheckpointError` on all ranks when one has written none, or rank 0 does not see a file.
     """
     found = ranks.gather((socket.gethostname(), dict(own)), group=group)
     ranks.on_main(lambda: _check_here(folder, found), group=group)
@@ -310,9 +307,9 @@ def _take_token(folder: Path) -> None:
 
 
 def _is_seen(path: Path, token: str) -> bool:
-    """Whether this rank reads the token, waiting for a disk that is slow to show it."""
+    """Whether this rank reads the token at `path`, within `deadlines.FILE_SEEN_S`."""
     for _ in poll(every_s=POLL_INTERVAL_S, within_s=deadlines.FILE_SEEN_S):
-        with suppress(OSError):  # it is not here, or not yet
+        with suppress(OSError):  # it is not there, or not yet
             if disk.read(path) == token.encode():
                 return True
     return False

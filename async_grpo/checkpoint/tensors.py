@@ -1,12 +1,12 @@
-"""What a checkpoint holds of tensors: policy, AdamW's moments, ranks' random states, references.
+"""The tensors of a checkpoint: policy, AdamW's moments, the ranks' random states, references.
 
-Shards are safetensors files that torch.distributed.checkpoint writes and reads, so nothing is
-pickled and another number of ranks can read them. Names are Hugging Face's:
+Shards are safetensors files that torch.distributed.checkpoint writes and reads: nothing is pickled,
+and another number of ranks can read them. Names are those of Hugging Face:
 
     policy.<name>  exp_avg.<name>  exp_avg_sq.<name>  [rank_3.random_cpu, rank_3.random_cuda]
 
-AdamW's count of updates is the run's clock of steps: every update moves every parameter. The
-weights of a reference that has moved are in files of their own, as they were served.
+AdamW's count of updates is not saved, for it equals the run's clock of steps: every update moves
+every parameter. The weights of a reference that has moved are in separate files, as served.
 """
 
 from __future__ import annotations
@@ -24,13 +24,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.hf_storage import (
-    HuggingFaceStorageReader,
-    HuggingFaceStorageWriter,
-)
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
@@ -42,15 +36,14 @@ from async_grpo.training.fsdp import as_shard, moments_of, reshard
 from async_grpo.training.learner import Learner
 from async_grpo.util.errors import CheckpointError
 
-FILE_BYTES = 1 << 30  # one file's worth of shards is serialised in memory at a time
+FILE_BYTES = 1 << 30  # of a rank's file, and of one of a reference: one at a time is in memory
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 Tensors = dict[str, Tensor]
-REFERENCE_BYTES = 1 << 30  # of one file of a reference that has moved
 
 
 class Staging:
-    """This host's copy of what a checkpoint holds of this rank, in the same buffers at each save.
+    """Copies a rank's tensors into host memory, into the same buffers at each save.
 
     A copy is valid until the next one is made.
     """
@@ -59,16 +52,16 @@ class Staging:
         self._buffers: Tensors = {}
 
     def copy(self, learner: Learner) -> Tensors:
-        """The state of this moment; no collectives but for the first."""
+        """The rank's current tensors by name; only the first call is collective."""
         reshard(learner.policy)
         state = _named_state(learner)
         staged = {name: self._staged(name, tensor) for name, tensor in state.items()}
         if learner.device.type == "cuda":
-            torch.cuda.synchronize(learner.device)  # copies into pinned memory go on by themselves
+            torch.cuda.synchronize(learner.device)  # copies into pinned memory are asynchronous
         return staged | _random_states()
 
     def _staged(self, name: str, tensor: Tensor) -> Tensor:
-        """The same tensor, or shard of one, in this host's memory."""
+        """A copy of a tensor, or of its shard, in host memory."""
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         if name not in self._buffers:
             self._buffers[name] = torch.empty(
@@ -79,25 +72,25 @@ class Staging:
 
 
 def save_tensors(tensors: Tensors, folder: Path, *, group: dist.ProcessGroup) -> dict[str, str]:
-    """Write this rank's shards of staged tensors; collective over `group`, a host's backend.
+    """Write this rank's shards of staged tensors; collective over `group`, on a CPU backend.
 
-    Returns the sha256 of each file of this rank, by name: it was read back from the device as it
-    was written. Raises `CheckpointError` on every rank when any rank could not write its own.
+    Returns {name: sha256} of this rank's files, each read back from the device and compared. Raises
+    `CheckpointError` on every rank when any rank could not write its files.
     """
-    writer = _ProvingWriter(
+    writer = _VerifyingWriter(
         str(folder), fqn_to_index_mapping=_file_numbers(tensors), save_distributed=True
     )
     try:
         dcp.save(tensors, storage_writer=writer, process_group=group)
-    except CheckpointException as error:
+    except dcp.CheckpointException as error:
         raise CheckpointError(f"shards could not be written: {_cause(error)}") from None
     return writer.hashes
 
 
-class _ProvingWriter(HuggingFaceStorageWriter):
-    """Knows the sha256 of what it wrote, and that the disk gives it back.
+class _VerifyingWriter(dcp.HuggingFaceStorageWriter):
+    """Hashes the files it writes, and verifies that the disk returns the same bytes.
 
-    What it raises while it writes, torch.distributed.checkpoint tells all ranks.
+    torch.distributed.checkpoint passes what it raises to all ranks.
     """
 
     def __init__(self, path: str, **options: object) -> None:
@@ -106,10 +99,10 @@ class _ProvingWriter(HuggingFaceStorageWriter):
 
     @property
     def hashes(self) -> dict[str, str]:
-        """Of this rank's files, by name."""
+        """{name: sha256} of this rank's files."""
         return {path.name: digest.hexdigest() for path, digest in self.fs.digests.items()}
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+    def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Future[list[WriteResult]]:
         written = super().write_data(plan, planner)
         for path in self.fs.digests:
             disk.sync(path)
@@ -124,7 +117,7 @@ class _ProvingWriter(HuggingFaceStorageWriter):
 
 
 class _HashingFiles(FileSystem):
-    """Files that are hashed on their way to the disk."""
+    """Hashes files while they are written."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -151,10 +144,10 @@ class _Hashed:
 
 
 def restore_learner(learner: Learner, start: Start) -> None:
-    """Collective: go on from a checkpoint, whatever number of ranks has saved it.
+    """Restore a learner from a checkpoint, of any number of ranks; collective.
 
-    Random states are restored when that number is ours too. Raises `CheckpointError` on every rank
-    when any rank could not read its own.
+    Random states are restored if the number of ranks is the same. Raises `CheckpointError` on every
+    rank when any rank could not read its part.
     """
     assert start.folder and start.manifest
     reshard(learner.policy)
@@ -163,16 +156,16 @@ def restore_learner(learner: Learner, start: Start) -> None:
         _begin_moments(learner)
     saved_by_as_many = start.manifest.world_size == dist.get_world_size()
     random_states = _random_states() if saved_by_as_many else {}
-    reader = HuggingFaceStorageReader(str(start.folder))
+    reader = dcp.HuggingFaceStorageReader(str(start.folder))
     try:
         dcp.load(_named_state(learner) | random_states, storage_reader=reader)
-    except CheckpointException as error:
+    except dcp.CheckpointException as error:
         raise CheckpointError(f"{start.folder} could not be read: {_cause(error)}") from None
     _set_random_states(random_states)
 
 
 def _named_state(learner: Learner) -> Tensors:
-    """The trained state itself, not a copy."""
+    """The trained tensors themselves, not copies, by their names in a checkpoint."""
     named = dict(hf_named_parameters(learner.policy))
     tensors = {f"policy.{name}": parameter.detach() for name, parameter in named.items()}
     optimizer, clocks = learner.step.optimizer, learner.step.clocks
@@ -188,7 +181,7 @@ def _named_state(learner: Learner) -> Tensors:
 
 
 def _begin_moments(learner: Learner) -> None:
-    """AdamW's state as its first step would make it, after as many as the clock says."""
+    """Make AdamW's state, as its first step would, with the clock's number of steps."""
     num_steps = float(learner.step.clocks.steps)
     for group in learner.step.optimizer.param_groups:
         for parameter in group["params"]:
@@ -199,9 +192,9 @@ def _begin_moments(learner: Learner) -> None:
 
 
 def _file_numbers(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """File of each tensor, from 1, so that no file of a rank exceeds `FILE_BYTES` by much.
+    """{name: number of its file, from 1}: no file of a rank exceeds `FILE_BYTES` by much.
 
-    Rank 0's answer serves all ranks, so it names their random states too.
+    All ranks use rank 0's result, so it names their random states too.
     """
     world_size = dist.get_world_size()
     numbers = {name: 1 for rank in range(world_size) for name in _random_names(rank)}
@@ -216,7 +209,7 @@ def _random_names(rank: int) -> tuple[str, str]:
 
 
 def _random_states() -> Tensors:
-    """This rank's generators, under names that are its own."""
+    """The states of this rank's random generators, by names that no other rank has."""
     on_cpu, on_cuda = _random_names(dist.get_rank())
     states = {on_cpu: torch.get_rng_state()}
     if torch.cuda.is_available():
@@ -232,8 +225,8 @@ def _set_random_states(states: Mapping[str, Tensor]) -> None:
             torch.cuda.set_rng_state(state)
 
 
-def _cause(error: CheckpointException) -> str:
-    """The first line of the first rank's error."""
+def _cause(error: dcp.CheckpointException) -> str:
+    """The first line of the lowest rank's error."""
     rank = min(error.failures)
     cause, _ = error.failures[rank]
     return f"rank {rank}: {' '.join([type(cause).__name__, *str(cause).splitlines()[:1]])}"
@@ -242,10 +235,10 @@ def _cause(error: CheckpointException) -> str:
 def write_shards(
     tensors: Iterable[tuple[str, Tensor]], folder: Path, *, stem: str, max_bytes: int
 ) -> Iterator[tuple[Path, list[str]]]:
-    """Write `STEM_00001.safetensors` and so on; gives each file with the names of its parameters.
+    """Write `STEM_00001.safetensors` and so on; yield each file with the names of its parameters.
 
-    One file's are in memory at a time, at most `max_bytes` or a single parameter.
-    Raises `CheckpointError` when the disk refuses.
+    The parameters of one file are in memory at a time: at most `max_bytes`, or a single one.
+    Raises `CheckpointError` when the disk fails.
     """
     for number, shard in enumerate(cut_by_size(tensors, max_bytes), 1):
         file = folder / f"{stem}_{number:05}.safetensors"
@@ -259,7 +252,7 @@ def write_shards(
 def cut_by_size(
     tensors: Iterable[tuple[str, Tensor]], max_bytes: int
 ) -> Iterator[dict[str, Tensor]]:
-    """Whole parameters in their order, cut wherever another one would exceed `max_bytes`."""
+    """Group whole parameters, in order, into dicts of at most `max_bytes` or one parameter."""
     shard: dict[str, Tensor] = {}
     size_bytes = 0
     for name, tensor in tensors:
@@ -273,19 +266,19 @@ def cut_by_size(
 
 
 def save_reference(tensors: Iterable[tuple[str, Tensor]], folder: Path, *, batches: int) -> None:
-    """Write the weights after `batches` of a reference that has moved, as they were served.
+    """Write a moved reference's weights after `batches` batches, as they were served.
 
-    `reference_12_00001.safetensors` holds some of the parameters after batch 12, in the type in
-    which the workers got them. Raises `CheckpointError` when the disk refuses.
+    `reference_12_00001.safetensors` holds some of the parameters after batch 12, in the dtype in
+    which the workers got them. Raises `CheckpointError` when the disk fails.
     """
     prefix = _reference_prefix(batches)
     named = ((prefix + name, tensor) for name, tensor in tensors)
-    for _ in write_shards(named, folder, stem=prefix.rstrip("."), max_bytes=REFERENCE_BYTES):
+    for _ in write_shards(named, folder, stem=prefix.rstrip("."), max_bytes=FILE_BYTES):
         pass
 
 
 def read_reference(folder: Path, batches: int) -> Iterator[tuple[str, Tensor]]:
-    """The parameters after `batches`, one at a time, under their checkpoint names."""
+    """Yield (name, tensor) of the parameters that `save_reference` wrote, one at a time."""
     prefix = _reference_prefix(batches)
     for file in sorted(folder.glob(f"{prefix.rstrip('.')}_*.safetensors")):
         with safe_open(file, framework="pt") as tensors:

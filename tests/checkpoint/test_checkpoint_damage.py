@@ -8,7 +8,7 @@ from checkpoints_on_disk import REFERENCE, SHARD, newest, save
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from async_grpo.checkpoint.folder import read_checkpoint
+from async_grpo.checkpoint.reader import read_checkpoint
 from async_grpo.util.errors import CheckpointError
 
 

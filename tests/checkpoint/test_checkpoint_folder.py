@@ -8,8 +8,8 @@ import pytest
 from checkpoints_on_disk import REFERENCE, SHARD, a_manifest, names, newest, save
 from replaced_disk import Disk, used
 
-from async_grpo.checkpoint.folder import CheckpointFolder, read_checkpoint
-from async_grpo.checkpoint.reader import from_json
+from async_grpo.checkpoint.folder import CheckpointFolder
+from async_grpo.checkpoint.reader import from_json, read_checkpoint
 from async_grpo.util.errors import CheckpointError
 
 

@@ -15,7 +15,7 @@ TENSORS = {"a": torch.arange(6.0), "b": torch.ones(2, 3), "c": torch.zeros(4)}
 def test_a_moved_reference_comes_back_whole_however_it_is_cut(
     max_bytes, num_files, monkeypatch, tmp_path
 ):
-    monkeypatch.setattr(tensors, "REFERENCE_BYTES", max_bytes)
+    monkeypatch.setattr(tensors, "FILE_BYTES", max_bytes)
     version = WeightsVersion(0, 12)
     snapshot = pack(TENSORS.items(), put=np.copy, version=version, bucket_bytes=32)
     served = Publisher(FakeCluster()).read(snapshot)

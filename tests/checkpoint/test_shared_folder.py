@@ -6,7 +6,8 @@ import pytest
 from ranks import run_ranks
 from shared_scenarios import all_saves, killed
 
-from async_grpo.checkpoint.folder import CheckpointFolder, read_checkpoint
+from async_grpo.checkpoint.folder import CheckpointFolder
+from async_grpo.checkpoint.reader import read_checkpoint
 
 HOST = socket.gethostname()
 REST = ("token", "synced", "told")  # beside "written": where a rank dies in a save
