@@ -1,1 +1,1 @@
-"""Runs from a script or a notebook: what `async_grpo.train` and its neighbours are."""
+"""Runs from a script or a notebook: `async_grpo.train`, `start` and their results."""

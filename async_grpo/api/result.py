@@ -1,4 +1,4 @@
-"""What a run has left in its folder, as objects."""
+"""The files of a run's folder as Python objects."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-Row = dict[str, Any]  # of measures: docs/metrics.md has their types
+Row = dict[str, Any]  # {metric: value}: docs/metrics.md has their types
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One gradient step, after it was taken."""
+    """One gradient step that was taken."""
 
-    metrics: Mapping[str, Any]  # its row of training_metrics.jsonl: docs/metrics.md
+    metrics: Mapping[str, Any]  # the step's row of training_metrics.jsonl: docs/metrics.md
     num_batches: int  # of the run
 
     @property
     def number(self) -> int:
-        """Of the step, from 1."""
+        """The step's number, from 1."""
         return int(self.metrics["step"])
 
     @property
     def reward(self) -> float | None:
-        """Mean over the step's samples; None where nothing was graded, as in fine-tuning."""
+        """Mean over the step's samples; None if none was graded, as in fine-tuning."""
         return self.metrics.get("avg_reward")
 
     @property
     def loss(self) -> float | None:
-        """Of the tokens that were trained; None where the step was skipped."""
+        """Mean loss of the trained tokens; None if the step was skipped."""
         return self.metrics.get("loss")
 
     def __getitem__(self, metric: str) -> Any:
@@ -51,7 +51,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Result:
-    """A run's folder, read."""
+    """What a run's folder holds."""
 
     folder: Path
     history: tuple[Row, ...]  # a row a gradient step
@@ -59,24 +59,24 @@ class Result:
 
     @classmethod
     def read(cls, folder: str | Path) -> Self:
-        """Of a run that has ended, or is under way."""
+        """Read the folder of a run that has ended or is under way."""
         folder = Path(folder)
         files = (folder / METRICS_FILE, folder / EVALUATIONS_FILE)
         return cls(folder, *(tuple(NewRows(file).read()) for file in files))
 
     @property
     def model(self) -> Path | None:
-        """The newest export, a folder for transformers and vLLM; None before there is one."""
+        """The newest export, a folder for transformers and vLLM; None before the first."""
         found = self._exports()
         return found[max(found)] if found else None
 
     @property
     def best_model(self) -> Path | None:
-        """The export with the best evaluation of all that were evaluated, else the newest.
+        """The export with the best evaluation; the newest one where none was evaluated.
 
-        Accuracy counts, of several sets the first one's, or the loss of supervised fine-tuning.
-        `--min-samples-per-checkpoint` and `--eval-every-batches` say how many there are to choose
-        from.
+        The best has the highest accuracy (of the first of several sets), or the lowest loss in
+        supervised fine-tuning. `--min-samples-per-checkpoint` and `--eval-every-batches` decide how
+        many there are to choose from.
         """
         exports, scores = self._exports(), {}
         for row in self.evaluations:
@@ -90,14 +90,14 @@ class Result:
 
     @property
     def checkpoint(self) -> Path | None:
-        """The newest checkpoint that a run can go on from; None before there is one."""
+        """The newest checkpoint that a run can resume from; None before the first."""
         newest = newest_checkpoint(self.folder)
         return newest[1] if newest else None
 
     def plot(self, *variables: str, smooth_window: int = 0, x: str = "step") -> Figure:
-        """Metrics over the run, which notebooks show; those that matter, if none are named.
+        """Plot metrics over the run, as a figure that notebooks show; the main ones by default.
 
-        `smooth_window`: points of a moving average; 0: 10 of a run of more than 60 steps. Raises
+        `smooth_window`: points of a moving average; 0: 10 for a run of more than 60 steps. Raises
         `DataError` for unknown variables, naming those spelt alike.
         """
         from async_grpo.viewing.curves import chosen_variables, make_curves, read_run
@@ -112,18 +112,13 @@ class Result:
         return picture
 
     def rollouts(self, output: str | Path = "") -> Path:
-        """Write the page of what the model wrote (`async-grpo rollouts`), and say where it lies."""
+        """Write the page of the model's outputs (`async-grpo rollouts`), and return its path."""
         path = Path(output) if output else self.folder / "rollouts.html"
         make_page(self.folder, path)
         return path
 
-    @property
-    def _by_step(self) -> list[Row]:
-        """Evaluations, of which one that takes long has its line late."""
-        return sorted(self.evaluations, key=lambda row: row.get("step", 0))
-
     def _exports(self) -> dict[int, Path]:
-        """{samples trained: folder}"""
+        """{number of trained samples: folder}"""
         found = self.folder.glob("hf_format/samples_*")
         ends = {each: each.name.removeprefix("samples_") for each in found}
         return {int(end): each for each, end in ends.items() if end.isdigit()}
@@ -132,14 +127,15 @@ class Result:
         told = [f"{len(self.history)} steps"]
         if self.history:
             told.append(f"reward {number(self.history[-1].get('avg_reward'))}")
-        if held_out := [row["eval_accuracy"] for row in self._by_step if "eval_accuracy" in row]:
+        by_step = sorted(self.evaluations, key=lambda row: row.get("step", 0))  # a slow one is late
+        if held_out := [row["eval_accuracy"] for row in by_step if "eval_accuracy" in row]:
             told.append(f"held-out accuracy {number(held_out[-1])}")
         return f"<Result of {self.folder}: {', '.join(told)}>"
 
 
 def _picture() -> Figure:
-    """A figure that notebooks show without `%matplotlib inline` too, which knows pyplot's alone."""
-    from matplotlib.figure import Figure  # a second, which no other part of a result needs
+    """A figure that notebooks show also without `%matplotlib inline`, which shows pyplot's only."""
+    from matplotlib.figure import Figure  # takes a second, and only plots need it
 
     class Picture(Figure):
         def _repr_png_(self) -> bytes:

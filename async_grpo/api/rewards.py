@@ -1,8 +1,8 @@
-"""Reward functions on their way from a script or notebook to the verifier processes.
+"""Passes reward functions from a script or notebook to the verifier processes.
 
-Those of a notebook's cell have no module that others could import. So all are written by value into
-a file of the run's folder, which is a reward file as any other: verifiers run its text, on whatever
-machine, and a run that goes on finds it there.
+A function of a notebook's cell has no module that another process could import. So all functions
+are written by value into a reward file in the run's folder: verifiers run its text, on any machine,
+and a resumed run finds it there.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ import cloudpickle
 
 from async_grpo.util.errors import ConfigError
 
-Reward = Callable[..., object]  # a sample as a dict in, a number or a dict of them out
-MAX_MIB = 16.0  # of all functions with what they refer to: each verifier process holds it
+Reward = Callable[..., object]  # (sample as a dict) -> a number, or a dict of numbers
+Rewards = Reward | str | Sequence[Reward | str]  # functions, or names as --reward-fns takes them
+MAX_MIB = 16.0  # of all functions and what they refer to: each verifier process holds it
 FILE = """\
 # Rewards that Python's `async_grpo.train` was given, by value (Python {python}, cloudpickle
 # {cloudpickle}). As they were written:
@@ -46,23 +47,23 @@ globals().update(cloudpickle.loads(base64.b64decode(
 
 @dataclass(frozen=True, slots=True)
 class RewardFile:
-    """What verifiers are told to run, and the file that holds it."""
+    """The rewards that verifiers run, and the file that holds them."""
 
     names: tuple[str, ...]  # as --reward-fns takes them
     path: Path
-    text: str  # empty: no file is needed
+    text: str  # of the file; empty: none is needed
 
     def write(self) -> None:
-        """Leave it in the run's folder, where it is called by its contents: none is replaced."""
+        """Write the file, whose name has its hash: no other file is replaced."""
         if self.text:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self.path.write_text(self.text)
 
 
-def reward_file(rewards: Reward | str | Sequence[Reward | str], *, folder: Path) -> RewardFile:
-    """Functions by value in a file of `folder`; names that `--reward-fns` knows stay names.
+def reward_file(rewards: Rewards, *, folder: Path) -> RewardFile:
+    """Put functions by value into a file of `folder`; names for `--reward-fns` stay names.
 
-    Raises `ConfigError` for what is no reward, or cannot be sent to another process.
+    Raises `ConfigError` for an object that is no reward, or cannot be pickled.
     """
     given = [rewards] if isinstance(rewards, str) or callable(rewards) else list(rewards)
     functions: dict[str, Reward] = {}
@@ -86,7 +87,7 @@ def reward_file(rewards: Reward | str | Sequence[Reward | str], *, folder: Path)
 
 
 def check_reward(reward: object) -> None:
-    """Raise `ConfigError` unless verifiers can call it with one sample.
+    """Raise `ConfigError` unless `reward` can be called with one sample.
 
     >>> check_reward(lambda prompts, completions: 1.0)
     Traceback (most recent call last):
@@ -104,7 +105,7 @@ data's columns
         )
     try:
         signature = inspect.signature(reward)
-    except (ValueError, TypeError):  # of what is written in C
+    except (ValueError, TypeError):  # of functions written in C
         return
     try:
         signature.bind({})
@@ -119,7 +120,7 @@ def _pickled(functions: Mapping[str, Reward]) -> bytes:
     with _by_value(function.__module__ for function in functions.values()):
         try:
             pickled: bytes = cloudpickle.dumps(dict(functions))
-        except Exception as error:  # objects of the user's, whatever they raise
+        except Exception as error:  # pickling runs the user's code, which may raise anything
             raise ConfigError(
                 f"reward {', '.join(functions)} must be sent to verifier processes, and refers to "
                 f"what cannot be ({type(error).__name__}: {error}): make that inside the function"
@@ -135,7 +136,7 @@ def _pickled(functions: Mapping[str, Reward]) -> bytes:
 
 @contextmanager
 def _by_value(names: Iterator[str]) -> Iterator[None]:
-    """Within, functions of modules that are not installed are pickled as those of a notebook."""
+    """Within the block, functions of modules that are not installed are pickled by value."""
     modules = [sys.modules[name] for name in {*names} if name in sys.modules]
     local = [module for module in modules if _is_local(module)]
     for module in local:

@@ -1,8 +1,8 @@
-"""`async_grpo.train`: a run as `async-grpo launch` has it, from a script or a notebook.
+"""`async_grpo.train` and `start`: a run of `async-grpo launch` from a script or a notebook.
 
-The run is a child, `async-grpo launch`, that starts and ends everything else. It ends with the
+The run is a child process, `async-grpo launch`, which starts and ends all others. It ends with the
 `with` block, with an exception or Ctrl-C in it, and with this process however that dies: the child
-watches its standard input. What a script says of it becomes the tables of a run's file.
+watches its standard input. The arguments become the tables of a run's file.
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ import time
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import click
 
 from async_grpo.api.result import Result, Step
-from async_grpo.api.rewards import Reward, RewardFile, reward_file
+from async_grpo.api.rewards import RewardFile, Rewards, reward_file
 from async_grpo.cli.launch_file import launch
 from async_grpo.cli.local_run import LocalRun, options_of_run, planned, read_run
 from async_grpo.cli.run_file import (
@@ -50,28 +49,28 @@ POLL_INTERVAL_S = 0.2
 LAUNCH_LOG = "launch.log"
 Config = str | os.PathLike[str] | Mapping[str, object] | TrainConfig
 Tables = dict[str, list[dict[str, Any]]]
-MODES = {GENERATION: GENERATION, REFERENCE: LOGPROB, ENVIRONMENT: ENVIRONMENT}  # of roles
+MODES = {GENERATION: GENERATION, REFERENCE: LOGPROB, ENVIRONMENT: ENVIRONMENT}  # by role
 OF_LAUNCH = {"prepare", "num_cpus", "ray_address", "unconfined_rewards", "unconfined_code"}
 
 
 def train(
     config: Config,
     *,
-    reward: Reward | str | Sequence[Reward | str] | None = None,
+    reward: Rewards | None = None,
     on_step: Callable[[Step], object] | None = None,
     **options: object,
 ) -> Result:
-    """Train to the end, and return what the run has left.
+    """Train to the end, and return the run's result.
 
     `config`: the file of a run, a dict of its tables ({"train": {...}, "worker": [...]}), or a
-    `TrainConfig`; without workers in it, those that the run needs serve its own model. `reward`: a
-    function, or several: each is given a sample, a dict with `input`, `answer`, `output` and the
-    columns of its line, and returns a number; or names that `--reward-fns` takes. `on_step` is
-    called after each gradient step; `trust=True` takes code that a file from elsewhere names.
-    `options` of `async-grpo train` or `launch` go before those of `config`.
+    `TrainConfig`; where it names no workers, those that the run needs serve the trained model.
+    `reward`: a function, or several, or names that `--reward-fns` takes; a function gets a sample,
+    a dict with `input`, `answer`, `output` and the columns of its line, and returns a number.
+    `on_step` is called after each gradient step; `trust=True` runs code that a file from elsewhere
+    names. `options` of `async-grpo train` or `launch` override those of `config`.
 
-    Raises `AsyncGrpoError` for a run that cannot begin (`ConfigError`), or has failed
-    (`RunFailed`). Whatever ends this call, Ctrl-C too, has ended all that it had started.
+    Raises `ConfigError` for a run that cannot begin and `RunFailed` for one that has failed, both
+    `AsyncGrpoError`. When this call ends, also by Ctrl-C, all that it has started has ended.
     """
     with start(config, reward=reward, **options) as run:
         for step in run:
@@ -80,12 +79,7 @@ def train(
     return run.result
 
 
-def start(
-    config: Config,
-    *,
-    reward: Reward | str | Sequence[Reward | str] | None = None,
-    **options: object,
-) -> Run:
+def start(config: Config, *, reward: Rewards | None = None, **options: object) -> Run:
     """Begin a run as `train` does, and return at once; iterate over it for its steps."""
     plan, rewards = plan_run(config, reward=reward, **options)
     if rewards is not None:
@@ -94,14 +88,11 @@ def start(
 
 
 def plan_run(
-    config: Config,
-    *,
-    reward: Reward | str | Sequence[Reward | str] | None = None,
-    **options: object,
+    config: Config, *, reward: Rewards | None = None, **options: object
 ) -> tuple[LocalRun, RewardFile | None]:
-    """The run that a script describes, checked; nothing is started or written.
+    """Check the arguments of `train`, and return the run they describe; starts and writes nothing.
 
-    Raises `ConfigError` for whatever its commands would refuse.
+    Raises `ConfigError` for anything that its commands would refuse.
     """
     rewards, trusted = None, bool(options.pop("trust", False))
     with tempfile.TemporaryDirectory(prefix="async-grpo-") as folder, _as_config_error(folder):
@@ -124,7 +115,7 @@ def plan_run(
 class Run:
     """A run that was started: iterate over its gradient steps, or `wait` for its end.
 
-    Used with `with`, it is taken down when the block is left, in order: its checkpoint is saved.
+    A `with` block ends it in order on leaving: its checkpoint is saved.
     """
 
     def __init__(self, plan: LocalRun) -> None:
@@ -141,7 +132,7 @@ class Run:
         file.write_text(as_toml(plan.tables))
         typed = ["--overwrite"] if plan.types_overwrite and plan.train.recording.overwrite else []
         environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-        environment.pop("MPLBACKEND", None)  # a notebook's own, which no other process can draw by
+        environment.pop("MPLBACKEND", None)  # a notebook's backend draws in that notebook only
         child = ChildProcess(
             "the run",
             [*COMMAND, "launch", str(file), "--ends-with-stdin", TRUST, *typed],
@@ -155,25 +146,20 @@ class Run:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __iter__(self) -> Iterator[Step]:
-        """Each step once it was taken, to the end of the run; of one that goes on, all of them.
+        """Yield each step once it was taken; of a resumed run, also those of its earlier parts.
 
-        Raises `RunFailed` with the sentence that the run has left, after its last step.
+        Raises `RunFailed`, with the run's error message, after the last step.
         """
         new = NewRows(self.folder / METRICS_FILE)
         last = 0
         while True:
-            is_last = not self.is_running  # then this look is the last one, and misses nothing
+            is_last = not self.is_running  # asked before reading, so that no row is missed
             for row in new.read() if self._is_accepted() else ():
-                if row["step"] > last:  # a run that has lost steps takes them again
+                if row["step"] > last:  # a resumed run may repeat steps
                     last = row["step"]
                     yield Step(row, self._num_batches)
             if is_last:
@@ -182,7 +168,7 @@ class Run:
         self._check_end()
 
     def wait(self) -> Result:
-        """Until the run has ended; raises `RunFailed` as iterating does."""
+        """Wait for the end of the run; raises `RunFailed` as iterating does."""
         for _ in self:
             pass
         return self.result
@@ -193,7 +179,7 @@ class Run:
         self._process.interrupt()
 
     def close(self) -> None:
-        """End the run, if it has not ended, and all that belongs to it."""
+        """End the run and all its processes."""
         self._is_stopped = self._is_stopped or self.is_running
         self._open.close()
 
@@ -203,14 +189,14 @@ class Run:
 
     @property
     def result(self) -> Result:
-        """What the run has left by now."""
+        """The result so far."""
         return Result.read(self.folder)
 
     def __repr__(self) -> str:
         return f"<Run in {self.folder}, {'running' if self.is_running else 'ended'}>"
 
     def _is_accepted(self) -> bool:
-        """Whether the folder's metrics are this run's: until then they are an older one's."""
+        """Whether the folder's metrics are this run's: at first they may be an older run's."""
         try:
             return (self.folder / PARAMETERS_FILE).stat().st_mtime_ns >= self._began_at_ns
         except FileNotFoundError:
@@ -223,7 +209,7 @@ class Run:
 
 
 def _launch_options(file: Path, tables: Tables, options: Mapping[str, object]) -> dict[str, Any]:
-    """Those of `launch` for these tables; `options`, of the trainer or of it, go before them."""
+    """The parameters of `launch` for these tables; `options` override the tables'."""
     of_launch = {name: value for name, value in options.items() if name in OF_LAUNCH}
     of_train = {name: value for name, value in options.items() if name not in OF_LAUNCH}
     own = values_of(of_launch, command=launch, where="option")
@@ -235,7 +221,7 @@ def _launch_options(file: Path, tables: Tables, options: Mapping[str, object]) -
 
 @contextlib.contextmanager
 def _as_config_error(folder: str) -> Iterator[None]:
-    """Within, what a command line would be told is an exception; no file of `folder` is named."""
+    """Turn usage errors into `ConfigError`s, without the name of the temporary `folder`."""
     try:
         yield
     except (click.UsageError, ConfigError) as error:
@@ -245,7 +231,7 @@ def _as_config_error(folder: str) -> Iterator[None]:
 
 
 def tables_of(config: Config) -> Tables:
-    """{name: tables} of a file, of a dict of its tables, or of the trainer's options alone.
+    """{name: tables} of a run's file, of a dict of tables, or of the trainer's options.
 
     >>> tables_of({"launch": {"num_cpus": 8}, "train": {"teacher_for": ("sums",), "preset": None}})
     {'launch': [{'num_cpus': 8}], 'train': [{'teacher_for': ['sums']}]}
@@ -256,7 +242,7 @@ def tables_of(config: Config) -> Tables:
         found: Mapping[str, object] = config
     elif isinstance(config, str | os.PathLike):
         file = os.fspath(config)
-        read_tables(file)  # which refuses what is wrong, under the file's own name
+        read_tables(file)  # refuses mistakes, naming the user's file
         found = tomllib.loads(Path(here_or_shared(file)).read_text())
     else:
         raise ConfigError(
@@ -269,9 +255,9 @@ def tables_of(config: Config) -> Tables:
 
 
 def with_workers(tables: Tables, run: LocalRun) -> Tables:
-    """The tables of `run` with the workers that it needs where none are named, nor on a cluster.
+    """Add the workers that the run needs, unless some are named or it joins a cluster.
 
-    They serve the trainer's own model; a teacher's, or a judge's, is for the file to name.
+    They serve the trained model; the file must name workers of teachers and judges.
     """
     from async_grpo.algorithms.find import find_algorithm
     from async_grpo.run.recruitment import needed_roles  # imports Ray
@@ -289,7 +275,7 @@ def with_workers(tables: Tables, run: LocalRun) -> Tables:
 
 
 def with_rewards(tables: Tables, names: Sequence[str]) -> Tables:
-    """The same with these rewards at every worker that brings verifiers."""
+    """The tables with these rewards at every worker that starts verifiers."""
     workers = tables.get("worker", [])
     grading = (GENERATION, VERIFIER)
     if not any(table.get("mode", GENERATION) in grading for table in workers):
@@ -317,7 +303,7 @@ def _dict(table: object, name: str) -> Mapping[str, object]:
 
 
 def plain(table: Mapping[str, object]) -> dict[str, object]:
-    """The same in values that a file has: paths as text, arrays' numbers as Python's, no None.
+    """The table with values that TOML has: paths as text, numpy's numbers as Python's, no None.
 
     >>> plain({"data_path": Path("a"), "teacher_for": ("b",), "preset": None})
     {'data_path': 'a', 'teacher_for': ['b']}
