@@ -38,8 +38,7 @@ from async_grpo.cli.train import main as train_command
 from async_grpo.config.roles import ENVIRONMENT, GENERATION, LOGPROB, REFERENCE, VERIFIER
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.launch.child_processes import ChildProcess
-from async_grpo.run.first_checks import check_overwrite
-from async_grpo.run.output_folder import check_free
+from async_grpo.run.output_folder import check_free, check_overwrite
 from async_grpo.telemetry.jsonl import NewRows
 from async_grpo.util import deadlines
 from async_grpo.util.errors import ConfigError, RunFailed

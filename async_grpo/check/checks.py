@@ -36,7 +36,7 @@ from async_grpo.environments.chat.find import AUTO, find_renderer
 from async_grpo.environments.find import check_environments
 from async_grpo.model.model_folder import ModelFacts
 from async_grpo.run.data import check_routes, few_lines
-from async_grpo.run.first_checks import check_output, check_overwrite
+from async_grpo.run.output_folder import check_output, check_overwrite
 from async_grpo.run.recruitment import Demand, brought_by, check_roles, check_worker
 from async_grpo.run.reward_trial import refuse_or_describe
 from async_grpo.telemetry.schema import METRIC_BY_NAME, axis_label

@@ -27,6 +27,7 @@ from async_grpo.checkpoint.resume import find_start
 from async_grpo.cluster import head
 from async_grpo.cluster.head import ClusterResources
 from async_grpo.config.worker_config import WorkerConfig
+from async_grpo.data.questions import check_sources
 from async_grpo.gateway.run_gateway import free_address
 from async_grpo.model.hub import local_folder
 from async_grpo.model.model_folder import (
@@ -36,7 +37,6 @@ from async_grpo.model.model_folder import (
     stated_facts,
     weights_size,
 )
-from async_grpo.run.first_checks import check_sources
 from async_grpo.types import Question
 from async_grpo.util.errors import AsyncGrpoError
 

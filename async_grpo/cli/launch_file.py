@@ -56,8 +56,7 @@ from async_grpo.cli.train import main as train
 from async_grpo.devices.inventory import usable_devices
 from async_grpo.launch.child_processes import ChildProcess, RemoteProcess, Watched
 from async_grpo.launch.interrupts import Interrupted, interrupt_once, stdin_option, where_to_go_on
-from async_grpo.run.first_checks import check_overwrite
-from async_grpo.run.output_folder import CONNECTION_FILE, LAUNCH, LAUNCH_LOGS, check_free, lock
+from async_grpo.run import output_folder
 from async_grpo.telemetry.alarms import ALARMS_FILE
 from async_grpo.telemetry.jsonl import NewRows
 from async_grpo.util import deadlines
@@ -134,17 +133,17 @@ def run_here(run: LocalRun) -> None:
     """Carry the run out; exits with the trainer's code where that is not 0."""
     logging.basicConfig(level="INFO", format="%(message)s")
     interrupt_once()
-    check_overwrite(run.train.recording, is_typed=run.types_overwrite)
+    output_folder.check_overwrite(run.train.recording, is_typed=run.types_overwrite)
     if run.is_finished:
         click.echo(finished(run))
         return
     given, run = run, placed(run, usable_devices())
     if run.num_devices:
         logger.info("%s", run.placement)
-    check_free(run.folder)
+    output_folder.check_free(run.folder)
     refuse_broken(run, say=logger.warning)
-    with lock(run.folder, byte=LAUNCH):
-        (run.folder / CONNECTION_FILE).unlink(missing_ok=True)  # of one that was killed
+    with output_folder.lock(run.folder, byte=output_folder.LAUNCH):
+        (run.folder / output_folder.CONNECTION_FILE).unlink(missing_ok=True)  # a killed one
         _carry_out(run, given)
 
 
@@ -212,7 +211,7 @@ def _train(run: LocalRun) -> None:
             "the trainer",
             [*COMMAND, *run.train_words],
             log=run.logs / "trainer.log",
-            environment=environment | {LAUNCH_LOGS: str(run.logs)},
+            environment=environment | {output_folder.LAUNCH_LOGS: str(run.logs)},
             shows_output=True,
             stop_timeout_s=deadlines.TRAINER_ENDED_S,
         )

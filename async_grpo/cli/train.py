@@ -38,7 +38,7 @@ from async_grpo.launch.local_ranks import (
 )
 from async_grpo.model.hub import local_folder
 from async_grpo.model.model_folder import check_files, check_tokenizer_files
-from async_grpo.run.first_checks import check_output, check_overwrite, check_sources
+from async_grpo.run.output_folder import check_output, check_overwrite
 from async_grpo.telemetry.trackers import check_trackers
 from async_grpo.util import RELEASE, deadlines
 from async_grpo.util.imports import without_collection
@@ -140,6 +140,8 @@ def check_at_once(config: TrainConfig) -> None:
     model = Path(config.places.model_name_or_path)
     check_files(model)
     check_tokenizer_files(model)
+    from async_grpo.data.questions import check_sources  # imports numpy
+
     check_sources(config.data, config.evaluation, config.teaching)
     from async_grpo.algorithms.find import find_algorithm  # imports numpy: not for --help
 

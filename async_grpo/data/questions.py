@@ -8,13 +8,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from async_grpo.config.data_files import OUR_COLUMNS
+from async_grpo.config.data_files import OUR_COLUMNS, DataOptions
+from async_grpo.config.evaluation_sets import EvaluationOptions
 from async_grpo.config.option import require
-from async_grpo.data.lines import MalformedLine, describe
+from async_grpo.config.teaching import TeachingOptions
+from async_grpo.data.lines import MalformedLine, check_source, describe
 from async_grpo.types import GivenPair, Question, TrainingPair
 from async_grpo.util.errors import DataError, UnfitModel
 
@@ -319,3 +322,32 @@ def text_token_ids(tokenizer: Tokenizer, *, text: str) -> list[int]:
     """Token ids of a whole text, begun as the tokenizer begins texts, closed by the end token."""
     ids = list(tokenizer(text)["input_ids"])
     return ids if ids and ids[-1] == tokenizer.eos_token_id else [*ids, tokenizer.eos_token_id]
+
+
+def check_sources(
+    data: DataOptions,
+    evaluation: EvaluationOptions,
+    teaching: TeachingOptions,
+    *,
+    waits: Callable[[str], bool] = lambda _: False,
+) -> None:
+    """Raise `DataError` for a missing source, or one whose first line lacks a named column.
+
+    A path for which `waits` is true is made later, and is not checked.
+    """
+    mapping = parse_column_mapping(data.column_mapping)
+    named = [
+        ("--data-path", data.data_path, mapping),
+        ("--eval-data-path", evaluation.eval_data_path, mapping),
+        ("--pairs-path", teaching.pairs_path, mapping),
+    ]
+    for file in data.data_files if data.data else ():
+        for source in filter(None, (file.source, file.held_out)):
+            named.append((f"--data of {file.type}", source.path, {**mapping, **file.columns}))
+    for found in evaluation.eval:
+        if found.source:
+            columns = {**mapping, **found.columns}
+            named.append((f"--eval of {found.name}", found.source.path, columns))
+    for option, path, columns in named:
+        if path and not waits(path):
+            check_source(path, option=option, build=partial(Columns, mapping=columns))

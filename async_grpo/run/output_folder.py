@@ -1,8 +1,8 @@
-"""Whose an output folder is, and how others join the run in it.
+"""A run's output folder: whether it can be written, who holds it, and how others join its run.
 
-Rank 0 locks a file in it, from before the run until its end: one trainer a folder. `async-grpo
-launch` locks it too, in another place, before it starts what rank 0 needs. Rank 0 leaves there
-where its cluster is, for its user.
+Rank 0 locks a file in the folder, from before the run until its end: one trainer a folder.
+`async-grpo launch` locks another byte of it, before it starts what rank 0 needs. Rank 0 writes the
+address of its cluster there, for commands of its user.
 """
 
 from __future__ import annotations
@@ -20,9 +20,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from async_grpo.config.option import flag, require
+from async_grpo.config.run_options import RecordingOptions
 from async_grpo.telemetry.jsonl import to_json, write_json_atomic
 from async_grpo.util.errors import ClusterError, ConfigError
 from async_grpo.util.files import explained
+from async_grpo.util.run_folder import is_restart, newest_checkpoint
 
 if TYPE_CHECKING:
     from async_grpo.cluster.cluster import Cluster
@@ -30,19 +33,52 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 LOCK_FILE = "trainer.lock"
-TRAINER, LAUNCH = range(2)  # the byte of it that each of them locks
+TRAINER, LAUNCH = range(2)  # the byte of the file that each of them locks
 CONNECTION_FILE = "connection.json"
-LAUNCH_LOGS = "ASYNC_GRPO_LAUNCH_LOGS"  # where `launch` has what the run's workers say
-# Of the environment, what a client of the cluster must have as the run has it; none is a secret.
+LAUNCH_LOGS = "ASYNC_GRPO_LAUNCH_LOGS"  # the folder of `launch` with the workers' logs
+# Variables that a client of the cluster needs with the run's values; none is a secret.
 VARIABLES = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER")
+
+
+def check_output(recording: RecordingOptions) -> None:
+    """Raise `ConfigError` where the output folder or the dump cannot be written."""
+    output, dump = Path(recording.output_dir), recording.dump_samples_filename
+    _check_writable(output, "output_dir")
+    if dump:
+        _check_writable((output / dump).parent, "dump_samples_filename")
+        require(
+            not (output / dump).is_dir(), "dump_samples_filename", "must not be a folder", dump,
+            "name a file in it",
+        )  # fmt: skip
+
+
+def check_overwrite(recording: RecordingOptions, *, is_typed: bool) -> None:
+    """Raise `ConfigError` where a line of a file alone would remove a run with a checkpoint."""
+    newest = newest_checkpoint(Path(recording.output_dir))
+    if newest and recording.overwrite and not is_typed and not is_restart():
+        raise ConfigError(
+            f"--overwrite must be typed to remove a run with a checkpoint, got {newest[1]}, and a "
+            f"file that says it: type --no-overwrite to go on after batch {newest[0]}, or type "
+            "--overwrite to remove the run (overwrite=False or True of async_grpo.train)"
+        )
+
+
+def _check_writable(folder: Path, option: str) -> None:
+    folder = folder.absolute()
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise ConfigError(
+            f"{flag(option)} must lie in a folder that can be written, {existing} cannot: "
+            "name another"
+        )
 
 
 @contextmanager
 def folder_held(folder: Path, ranks: Ranks) -> Iterator[None]:
-    """Within, no other trainer may use `folder`, which is made where it is missing; collective.
+    """Hold `folder` within the block: no other trainer may use it; collective.
 
-    A run that is refused leaves no folder behind. Raises `ConfigError` on every rank when another
-    trainer has the folder, or it cannot be written.
+    The folder is made where it is missing, and removed again where nothing but the lock is in it.
+    Raises `ConfigError` on every rank when another trainer holds it, or it cannot be written.
     """
     is_new = not folder.exists()
     file = ranks.on_main(lambda: lock(folder))
@@ -63,32 +99,33 @@ def _remove_if_unused(folder: Path) -> None:
 
 
 def lock(folder: Path, *, byte: int = TRAINER) -> BinaryIO:
-    """The locked file, which tells others whose it is; closing it gives the folder back.
+    """Lock the folder, and return the locked file, which names the holder; closing it unlocks.
 
-    `byte`: whose lock it is. A launch takes none while a trainer holds the folder.
+    `byte`: `TRAINER` or `LAUNCH`. A launch cannot lock while a trainer holds the folder. Raises
+    `ConfigError` for a folder in use.
     """
     file = _locked(folder, byte)
     while not os.fstat(file.fileno()).st_nlink:  # a refused run has just removed it
         file.close()
         file = _locked(folder, byte)
-    with contextlib.suppress(OSError):  # a full disk: it is locked all the same
+    with contextlib.suppress(OSError):  # a full disk: the lock holds without the holder's name
         _sign(file)
     return file
 
 
 def is_given_back(folder: Path) -> bool:
-    """Whether a trainer of this machine has had the folder, and has ended however."""
+    """Whether a trainer of this machine held the folder, and has ended in whatever way."""
     try:
         with open(folder / LOCK_FILE, "rb") as file:
             is_here = json.loads(file.read())["host"] == socket.gethostname()
             return is_here and not _is_taken(file, TRAINER)
-    except (OSError, ValueError, LookupError):  # nobody knows
+    except (OSError, ValueError, LookupError):  # unknown
         return False
 
 
 def check_free(folder: Path) -> None:
-    """Raise `ConfigError` when a trainer or a launch has the folder; nothing is changed."""
-    with contextlib.suppress(OSError):  # none is there, or none can be locked
+    """Raise `ConfigError` when a trainer or a launch holds the folder; changes nothing."""
+    with contextlib.suppress(OSError):  # there is no file, or the file system cannot lock
         file = open(folder / LOCK_FILE, "rb")  # noqa: SIM115 - `_in_use` closes it
         if _is_taken(file, TRAINER) or _is_taken(file, LAUNCH):
             raise _in_use(folder, file)
@@ -96,7 +133,7 @@ def check_free(folder: Path) -> None:
 
 
 def _is_taken(file: BinaryIO, byte: int) -> bool:
-    """Whether another process has locked that byte; who only asks disturbs nobody."""
+    """Whether another process has locked that byte; takes no lock."""
     asked = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
     found: int = struct.unpack_from("h", fcntl.fcntl(file, fcntl.F_GETLK, asked))[0]
     return found != fcntl.F_UNLCK
@@ -107,7 +144,7 @@ def _locked(folder: Path, byte: int) -> BinaryIO:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         file = open(folder / LOCK_FILE, "a+b", buffering=0)  # noqa: SIM115 - it stays open
     try:
-        # Ends with this process, however that ends; unlike flock's, no forked child shares it.
+        # The lock ends with this process; unlike flock's, no forked child shares it.
         if byte == LAUNCH and _is_taken(file, TRAINER):
             raise BlockingIOError
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
@@ -145,13 +182,13 @@ def _holder(file: BinaryIO) -> str:
         file.seek(0)
         try:
             told = json.loads(file.read())
-        except (OSError, ValueError):  # it has only just been locked, or on a full disk
+        except (OSError, ValueError):  # locked a moment ago, or on a full disk
             return ""
     return f" (process {told['pid']} on {told['host']}, since {told['since']})"
 
 
 def leave_connection(folder: Path, cluster: Cluster) -> None:
-    """Write the file, of the cluster that this process has joined."""
+    """Write how to join the run's cluster, which this process has joined."""
     variables = {name: os.environ[name] for name in VARIABLES if name in os.environ}
     if token := variables.get("RAY_AUTH_TOKEN_PATH"):
         variables["RAY_AUTH_TOKEN_PATH"] = os.path.abspath(token)
@@ -164,10 +201,10 @@ def leave_connection(folder: Path, cluster: Cluster) -> None:
 
 
 def way_to(folder: Path, *, by_options: str) -> str:
-    """The address of the run's cluster, whose variables this process has from now on.
+    """Set the variables of the run's cluster in this process, and return its address.
 
-    To be asked before Ray is imported. `by_options`: the address of a run that has left no
-    connection. Raises `ClusterError` where the run has ended, or the token is gone.
+    Call it before Ray is imported. `by_options`: the address where the run has written none. Raises
+    `ClusterError` where the run has ended, or its token cannot be read.
     """
     if is_given_back(folder):
         raise ClusterError(
@@ -184,6 +221,6 @@ def way_to(folder: Path, *, by_options: str) -> str:
             f"the token of the run's cluster must be in {token}, it cannot be read there: its "
             "cluster has ended, or is another machine's or another user's"
         )
-    os.environ.pop("RAY_AUTH_TOKEN", None)  # it would go before the run's own
+    os.environ.pop("RAY_AUTH_TOKEN", None)  # it would take precedence over the run's
     os.environ.update(left["variables"])
     return str(left["ray_address"])

@@ -30,6 +30,7 @@ from async_grpo.environments.find import hash_files, users_environment
 from async_grpo.gateway.run_gateway import free_address, start_gateway
 from async_grpo.model.model_folder import ModelFacts, check_model_folder, hash_model
 from async_grpo.model.policy import read_size
+from async_grpo.run.companions import start_rules
 from async_grpo.run.data import (
     check_types,
     first_of_each_file,
@@ -43,7 +44,6 @@ from async_grpo.run.main_rank import MainRank, RunAtController
 from async_grpo.run.publication import Publication
 from async_grpo.run.recruitment import Demand, SetDemand, needed_roles, recruit, teachers_of
 from async_grpo.run.reward_trial import try_all_rewards
-from async_grpo.run.rules_process import start_rules
 from async_grpo.run.watch import RunRecord
 from async_grpo.types import (
     GivenPair,

@@ -23,7 +23,7 @@ from async_grpo.cli.worker import main as worker
 from async_grpo.config.option import option_fields
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.config.worker_config import WorkerConfig
-from async_grpo.run.first_checks import check_overwrite
+from async_grpo.run.output_folder import check_overwrite
 
 REPOSITORY = Path(__file__).parents[2]
 FILE = """

@@ -11,7 +11,7 @@ from trained import HERE
 
 from async_grpo.algorithms.base import LocalRules
 from async_grpo.algorithms.find import find_algorithm, users_algorithm
-from async_grpo.run.rules_process import RemoteRules, RulesProcess, start_rules
+from async_grpo.run.companions import RemoteRules, RulesProcess, start_rules
 from async_grpo.types import Group, WeightsVersion
 from async_grpo.util.errors import DeadlineError, WorkerError
 
