@@ -1,8 +1,8 @@
-"""A model's evaluation without a run: `async-grpo evaluate`.
+"""Evaluates a model without training: `async-grpo evaluate`.
 
-consumes:     a folder of a model, held-out questions, workers that have loaded the same folder
-produces:     what the last evaluation of a run says of such weights, by the same code
-waits for:    workers, then the evaluation; as long as they move
+consumes:     a model's folder, held-out questions, workers that have loaded the same folder
+produces:     the same result as a run's last evaluation of these weights, by the same code
+waits for:    workers, then the evaluation, as long as it makes progress
 unblocked by: registrations, the last question
 """
 
@@ -35,10 +35,10 @@ POLL_INTERVAL_S = 0.5
 
 
 def evaluate(cluster: Cluster, config: TrainConfig) -> EvaluationResult:
-    """What came of the one set of `config`, a run that has trained all of its batches.
+    """Evaluate the one set of `config`, as a run that has trained all of its batches would.
 
-    The workers of the cluster have loaded the model's folder. Raises `WorkerError` where nothing
-    could be graded.
+    The cluster's workers have loaded the model's folder. Raises `WorkerError` where no sample could
+    be graded.
     """
     facts = check_model_folder(config.places.model_name_or_path)
     sets, none = load_sets(config, facts), QuestionTable.of(())
@@ -64,7 +64,7 @@ def evaluate(cluster: Cluster, config: TrainConfig) -> EvaluationResult:
 
 
 def _serve_own_weights(client: RunClient, version: WeightsVersion) -> None:
-    """Have what the workers have read from the model's folder count as `version`."""
+    """Publish the weights that the workers have already loaded as `version`."""
     timeout_s = deadlines.WEIGHTS_APPLIED_S
     empty = WeightsSnapshot(version, ())
     call = client.controller.publish.remote(client.run, empty, (GENERATION,), timeout_s)
@@ -78,7 +78,7 @@ def _evaluated(client: RunClient, *, stall_timeout_s: float) -> tuple[Evaluation
     call = client.controller.evaluated.remote(client.run)
     standstill = Standstill(client, timeout_s=stall_timeout_s)
     while not client.cluster.is_ready(call):
-        client.controller.heard.remote(client.run)  # we live
+        client.controller.heard.remote(client.run)  # a heartbeat
         standstill.check()
         time.sleep(POLL_INTERVAL_S)
     return client.cluster.wait(call, timeout_s=deadlines.STATUS_S, who="the evaluation")

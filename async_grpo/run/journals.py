@@ -1,7 +1,7 @@
-"""What `async-grpo control` has asked of a run, and what became of it, through all resumed parts.
+"""The requests of `async-grpo control` to a run, and when each took effect.
 
-`control.jsonl` has a line when a request is heard of and another when it holds. Rank 0 writes it;
-whoever begins the run again reads it.
+Rank 0 appends a line to `control.jsonl` when a request arrives, and another when it takes effect. A
+resumed run reads the file and goes on with it.
 
 {"state": "asked", "id": …, "action": "set", "by": …, "at": …, "settings": {"learning_rate": 1e-6}}
 {"state": "done", "id": …, …, "from_batch": 8}
@@ -10,14 +10,12 @@ whoever begins the run again reads it.
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
-from async_grpo.telemetry.jsonl import to_json
+from async_grpo.telemetry.jsonl import NewRows, to_json
 from async_grpo.types import AT_ONCE, Control
 from async_grpo.util.files import LineFile
 
@@ -26,10 +24,10 @@ CONTROL_FILE = "control.jsonl"
 
 
 class ControlJournal:
-    """Two threads of rank 0 write it: one hears of requests, the other of their batches."""
+    """Writes `control.jsonl`. Two threads of rank 0 call it, for requests and for batches."""
 
     def __init__(self, folder: Path, pending: Iterable[Control] = ()) -> None:
-        """`pending`: what an earlier part of the run has heard of, and not done."""
+        """`pending`: requests of an earlier part of the run that have not taken effect."""
         self._file = LineFile(folder / CONTROL_FILE, unit="requests", say=logger.warning)
         self._lock = threading.Lock()
         self._pending = {control.id: control for control in pending}
@@ -37,19 +35,19 @@ class ControlJournal:
 
     @property
     def pending(self) -> tuple[Control, ...]:
-        """What waits for the end of a batch."""
+        """Requests that wait for the end of a batch."""
         with self._lock:
             return tuple(self._pending.values())
 
     def heard(self, controls: Iterable[Control]) -> None:
-        """These were asked; those that are known already are not written again."""
+        """Note requests that have arrived; known ones are not written again."""
         with self._lock:
             for control in controls:
                 if control.id not in self._known:
                     self._hear(control)
 
     def done(self, controls: Iterable[Control], *, from_batch: int) -> None:
-        """These hold from a batch on."""
+        """Note requests that take effect with batch `from_batch`."""
         with self._lock:
             for control in controls:
                 if control.id not in self._known:
@@ -73,13 +71,12 @@ class ControlJournal:
 
 
 def pending_after(path: Path, batches: int) -> tuple[Control, ...]:
-    """What a run that goes on after so many batches still has to do, in the order of asking.
+    """Requests that a run resumed after `batches` batches still has to fulfil, in their order.
 
-    Settings that were made after them are made again. A stop is not: the run has been started
-    since.
+    Settings that took effect later are made again. A stop is not: the run was started since.
     """
     asked: dict[str, Control] = {}
-    for line in _lines(path):
+    for line in NewRows(path).read():
         control = Control(**{f.name: line[f.name] for f in dataclasses.fields(Control)})
         holds_already = line["state"] == "done" and line.get("from_batch", 0) <= batches
         is_lost = control.action == "set" or line["state"] == "asked"
@@ -88,11 +85,3 @@ def pending_after(path: Path, batches: int) -> tuple[Control, ...]:
         else:
             asked[control.id] = control
     return tuple(asked.values())
-
-
-def _lines(path: Path) -> list[Mapping[str, Any]]:
-    """Those that are whole."""
-    if not path.exists():
-        return []
-    whole = (line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n"))
-    return [json.loads(line) for line in whole]

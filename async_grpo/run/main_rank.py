@@ -1,14 +1,14 @@
-"""What only rank 0 has of a sampled run: its end of the controller, its report, its publisher.
+"""Rank 0's part of a sampled run: its client of the controller, its report, its publisher.
 
-consumes:     ends of steps (where to go on from), collected weights, losses of the controller
-produces:     a run at the controller, its weights there, recoveries
+consumes:     ends of steps (where to resume), collected weights, losses of the controller
+produces:     the run at the controller, its weights there, recoveries
 waits for:    the controller and one worker of every role that the run needs
-unblocked by: whoever makes a controller first; a registration, up to --worker-timeout-s
+unblocked by: the process that makes a controller; a registration, up to --worker-timeout-s
 
-Every other rank has an `OtherRank` in its place, so that nobody asks who he is.
+Every other rank has an `OtherRank` in its place: the training loop is the same on all ranks.
 
-There is one path back from every loss of the controller. The ranks agree that they have lost it
-and forget their sums; rank 0 finds or makes a controller and begins the run there at the latest
+Every loss of the controller is recovered from in the same way. The ranks agree that it is lost and
+discard their sums; rank 0 finds or makes a controller and begins the run there at the latest
 `EndOfStep.resume`; a worker of every role registers; rank 0 announces what each role serves; all
 ranks take the new epoch. Work of the unfinished step is done again and counted once.
 """
@@ -41,24 +41,19 @@ from async_grpo.training.ranks import Absent, Ranks
 from async_grpo.training.stream import Standstill
 from async_grpo.types import EndOfStep, EvaluationResult, ResumePoint, WorkerInfo
 from async_grpo.util import deadlines
-from async_grpo.util.errors import (
-    AsyncGrpoError,
-    ClusterError,
-    DeadlineError,
-    ProcessLostError,
-)
+from async_grpo.util.errors import AsyncGrpoError, ClusterError, DeadlineError, ProcessLostError
 
 if TYPE_CHECKING:
     from async_grpo.cluster.handles import GatewayHandle
 
 logger = logging.getLogger(__name__)
-MAX_RECOVERIES = 3  # a run
+MAX_RECOVERIES = 3  # per run
 STOP_POLL_S = 0.2
-DONE, EVALUATING = range(2)  # what rank 0 tells the others while they wait for an evaluation
+DONE, EVALUATING = range(2)  # sent to the other ranks while they wait for an evaluation
 
 
 class RunAtController:
-    """The run at the controller of this moment, and what it takes to begin it at another one."""
+    """The run at the current controller, and what is needed to begin it at another one."""
 
     def __init__(
         self,
@@ -69,7 +64,7 @@ class RunAtController:
     ) -> None:
         """Begin the run. `recruit` returns when a worker of every role has registered.
 
-        Raises `ConfigError` when another run lives there.
+        Raises `ConfigError` when the controller has another run.
         """
         self.plan = plan
         self.cluster = cluster
@@ -85,13 +80,13 @@ class RunAtController:
         self.client = self._begin()
 
     def step_agreed(self, end: EndOfStep) -> None:
-        """All ranks hold the end of a step: a recovery goes on after it."""
+        """Note the end of a step that all ranks have: a recovery resumes after it."""
         self._cut = end.resume
         self._settings = end.settings
         self.journal.done(end.controls, from_batch=end.batch + 1)
 
     def lost(self, reason: str) -> None:
-        """The controller is lost; raises `ClusterError` when that has happened too often."""
+        """Count a loss of the controller; raises `ClusterError` after `MAX_RECOVERIES`."""
         if self._num_recoveries == MAX_RECOVERIES:
             raise ClusterError(
                 f"the controller was lost {MAX_RECOVERIES + 1} times in this run, the last "
@@ -101,29 +96,26 @@ class RunAtController:
         logger.warning("%s: the unfinished gradient step is done again", reason)
 
     def begin_again(self) -> None:
-        """Go on at a controller that lives; raises `ProcessLostError` when it is lost too."""
+        """Begin the run at a live controller; raises `ProcessLostError` when that is lost too."""
         self.client = self._begin()
         self._recruit(self.client)
 
     def end(self) -> None:
-        """End the run at the controller, which hears of it by the witness' end too."""
+        """End the run at the controller, which also notices the end of the witness."""
         with contextlib.suppress(AsyncGrpoError):
             client = self.client
             client.answer(deadlines.RUN_ENDED_S, client.controller.end_run, client.run)
 
     def _begin(self) -> RunClient:
         plan = replace(
-            self.plan,
-            resume=self._cut,
-            settings=self._settings,
-            pending=self.journal.pending,
+            self.plan, resume=self._cut, settings=self._settings, pending=self.journal.pending
         )
         client = ControllerClient(self.cluster, find_or_make_controller(self.cluster))
         return client.begin_run(plan, self._witness, self._recorder, incarnation=plan.incarnation)
 
 
 class MainRank:
-    """Rank 0's; `with` it ends the run at the controller."""
+    """Rank 0's part of a run; leaving its `with` block ends the run at the controller."""
 
     def __init__(
         self,
@@ -137,9 +129,9 @@ class MainRank:
         code: Mapping[str, str],
         gateway: GatewayHandle | None = None,
     ) -> None:
-        """`workers`: that were there at the beginning. `code`: see `preparation.hash_code`.
+        """`workers`: those registered at the start. `code`: see `preparation.hash_code`.
 
-        `teachers`: a worker of each, by name. The gateway ends with its handle.
+        `teachers`: {name: one of its workers}. The gateway ends when its handle is dropped.
         """
         self.weights = weights
         self.teacher_widths = {name: worker.vocab_size for name, worker in teachers.items()}
@@ -153,7 +145,7 @@ class MainRank:
 
     @property
     def client(self) -> RunClient:
-        """The way to the run of this moment."""
+        """The client of the run at the current controller."""
         return self.run.client
 
     def __enter__(self) -> Self:
@@ -167,7 +159,7 @@ class MainRank:
         self.run.end()
 
     def reporting(self, make: Callable[..., Report]) -> AbstractContextManager[Report | Absent]:
-        """Open the report of the run, in which the watcher shows what every stage does."""
+        """Make the report of the run, in which the watcher shows the status of every stage."""
         recording = self.run.plan.config.recording
         gauges = RayGauges(recording.shown_name)
         self.report = report = make(code=self._code, gauges=gauges)
@@ -180,7 +172,7 @@ class MainRank:
         return report
 
     def recover(self, lost: RunClient, reason: str) -> None:
-        """Go on at a controller that lives, unless that has been done since `lost`.
+        """Continue at a live controller, unless the run has left the controller of `lost` already.
 
         Raises `ClusterError` when this run has lost its controllers too often.
         """
@@ -197,9 +189,9 @@ class MainRank:
                 return
 
     def finish_evaluations(self, ranks: Ranks, stop: Event) -> None:
-        """Wait for those that have not ended, as long as they move or until a stop. Collective.
+        """Wait for the last evaluations while they progress and no stop is requested; collective.
 
-        Asked again when the controller is lost; the others hear now and then that it goes on.
+        Rank 0 asks again when the controller is lost; now and then it lets the waiting ranks know.
         """
         if self.run.plan.sets:
             self.report.doing("waiting for the last evaluation")
@@ -243,18 +235,18 @@ class MainRank:
 
 
 class OtherRank(Absent):
-    """What a rank other than 0 has: it follows rank 0."""
+    """In place of `MainRank` on every other rank, which follows rank 0."""
 
     run = report = Absent()
     weights = OthersPublication()
     hashes = None
-    teacher_widths: Mapping[str, int]  # rank 0 shares its own, as the next one
+    teacher_widths: Mapping[str, int]  # unset, as the next: rank 0 shares its values
     client: RunClient
 
     def reporting(self, make: Callable[..., Report]) -> AbstractContextManager[Absent]:
         return self.report
 
     def finish_evaluations(self, ranks: Ranks, stop: Event) -> None:
-        """Wait until rank 0 has its answer."""
+        """Wait until rank 0 has the results."""
         while ranks.agree(DONE) == EVALUATING:
             pass

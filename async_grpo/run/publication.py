@@ -1,4 +1,4 @@
-"""Rank 0's half of publishing weights: what each role serves, and who is told of it when.
+"""Rank 0's half of publishing weights: which weights each role serves, and their announcement.
 
 Every rank gathers its share (`sampled_data.SampledData`); rank 0 sends and announces the whole.
 """
@@ -40,16 +40,16 @@ from async_grpo.weight_sync.sync_report import SyncReport, summarise_sync, sync_
 from async_grpo.weight_sync.transport import DeviceSender
 
 logger = logging.getLogger(__name__)
-Due = Mapping[str, WeightsSnapshot]  # by role
+Due = Mapping[str, WeightsSnapshot]  # {role: weights that it shall serve}
 
 
 class Publication:
-    """The weights of a run as rank 0 publishes them."""
+    """Publishes the weights of a run; rank 0 has one."""
 
     def __init__(
         self, plan: BatcherPlan, publisher: Publisher, *, sender: DeviceSender | None
     ) -> None:
-        """`sender` sends weights over devices, ahead of the object store."""
+        """`sender` sends weights from device to device, before the object store has them."""
         config = plan.config
         self.published_as = plan.incarnation, publisher.dtype
         self.canary = canary_tokens(question.input_token_ids for question in plan.questions)
@@ -62,17 +62,17 @@ class Publication:
         self._collected: tuple[Collected, tuple[CanaryRow, ...]] | None = None  # since `_newest`
 
     def collected(self, newest: Collected, canary: tuple[CanaryRow, ...]) -> None:
-        """Take the newest weights, to be announced, and how the trainer scores with them."""
+        """Take the newest weights, to be announced, and the trainer's scores of the canary."""
         self._collected = newest, canary
 
     def send(self, client: RunClient, tensors: NamedTensors) -> None:
-        """Send the newest weights over devices, ahead of their announcement; collective."""
+        """Send the newest weights over devices, before their announcement; collective."""
         assert self._collected is not None and self._sender is not None, "as configured"
         self._sender.send(
             client,
             self._whole(*self._collected),
             tensors,
-            timeout_s=deadlines.WEIGHTS_APPLIED_S / 2,  # the object store keeps as much
+            timeout_s=deadlines.WEIGHTS_APPLIED_S / 2,  # the other half is for the object store
         )
 
     def announce(self, client: RunClient, num_batches: int) -> None:
@@ -81,7 +81,7 @@ class Publication:
         self.announcements.begin(client, lambda: self._due(version))
 
     def _due(self, version: WeightsVersion) -> Due:
-        """What each role serves with the weights of `version`; waits until they are stored."""
+        """The snapshots that roles serve from `version` on; waits until they are stored."""
         if self._collected is not None:
             self._newest, self._collected = self._whole(*self._collected), None
         assert self._newest is not None, "weights are collected before they are announced"
@@ -99,29 +99,29 @@ class Publication:
         return replace(snapshot, canary=canary)
 
     def restore_first_reference(self, snapshot: WeightsSnapshot | None) -> None:
-        """Take the run's first weights for the reference of a resumed run."""
+        """Take the run's first weights as the reference of a resumed run."""
         assert snapshot is not None, "rank 0 gets the snapshot"
         self._references.restore(snapshot)
 
     def restore_moved_references(self, start: Start) -> None:
-        """Take the later weights of the reference from a checkpoint."""
+        """Read a moved reference's weights from a checkpoint."""
         for batches in start.state["references"]:
             saved = read_reference(Path(str(start.folder)), batches)
             version = WeightsVersion(self.published_as[0], batches)
             self._references.restore(self._publisher.pack(saved, version=version))
 
     def references_to_save(self, batches: int) -> Mapping[int, Read]:
-        """Return what a checkpoint after `batches` holds of the reference, once it has moved."""
+        """Readers of the reference's moved weights for a checkpoint, by their batches."""
         self.announcements.wait_prepared()
         held, read = self._references.to_save(batches), self._publisher.read
         return {snapshot.version.batches: partial(read, snapshot) for snapshot in held}
 
 
 class OthersPublication(Absent):
-    """What a rank other than 0 has of it: its share of what all ranks gather."""
+    """In place of `Publication` on every other rank, which only takes part in collectives."""
 
     canary = canary_tokens(())
-    published_as: tuple[int, torch.dtype]  # rank 0 shares its own
+    published_as: tuple[int, torch.dtype]  # unset: rank 0 shares its value
     announcements = Absent()
 
     def send(self, client: RunClient, tensors: NamedTensors) -> None:
@@ -130,65 +130,67 @@ class OthersPublication(Absent):
 
 
 class Announcements:
-    """Rank 0 tells the controller of new weights from a thread, so that the ranks train meanwhile.
+    """Announces new weights to the controller, in a thread of rank 0: the ranks train meanwhile.
 
     consumes:     snapshots, in the order of their versions, when all ranks have stored their share
     produces:     workers that serve them, then the batcher's permission to use them
     waits for:    the workers' acknowledgements
     unblocked by: each worker's deadline
 
-    One at a time; remembers what each role serves. An announcement that fails because the
-    controller was lost is no error: what every role serves is announced again to the next one.
+    Makes one announcement at a time, and remembers what each role serves. One that fails because
+    the controller was lost is no error: `repeat` announces the same to the next controller.
     """
 
     def __init__(self) -> None:
-        self.on_synced: Callable[[SyncReport], None] = lambda sync: None  # of the policy
-        self._serves: dict[str, WeightsSnapshot] = {}  # by role, or will in a moment
-        self._kept: dict[str, WeightsSnapshot] = {}  # alive, until newer weights are served
+        self.on_synced: Callable[[SyncReport], None] = lambda sync: (
+            None
+        )  # called with the report of each sync of the policy
+        self._serves: dict[str, WeightsSnapshot] = {}  # by role; workers may still be loading them
+        self._kept: dict[str, WeightsSnapshot] = {}  # keeps these alive until newer ones are served
         self._has_served = False
-        self._has_told_of_kept = False
+        self._has_warned_of_kept = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="announce-weights")
         self._running: Future[None] | None = None
         self._due: Future[Due] | None = None
 
     def begin(self, client: RunClient, prepare: Callable[[], Due]) -> None:
-        """Have each role serve what `prepare` returns from now on; `wait` has returned before."""
+        """Have each role serve what `prepare` returns; call it after `wait` has returned."""
         self._due = due = self._thread.submit(prepare)
         self._running = self._thread.submit(self._announce, client, due)
 
     def wait_prepared(self) -> None:
-        """Return when it is known what the last announcement brings to whom; raise what failed."""
+        """Return when the last announcement's weights are stored; raise the error of `prepare`."""
         if self._due is not None:
             self._due.result()
 
     def wait(self) -> None:
-        """Return when the last announcement has been acknowledged; raise what ended it."""
+        """Return when the last announcement has been acknowledged; raise its error."""
         if self._running is not None:
             self._running.result()
 
     def repeat(self, client: RunClient) -> None:
-        """Tell a controller that knows no weights of those that every role serves."""
+        """Announce the weights that every role serves to a new controller."""
         if self._serves:
-            self._tell(client, self._serves)
+            self._publish(client, self._serves)
 
     def close(self) -> None:
-        """Begin no more; one that still runs is left to its deadline."""
+        """Begin no more; a running one ends by its deadline."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _announce(self, client: RunClient, prepared: Future[Due]) -> None:
         try:
             due = prepared.result()
             self._serves |= due
-            self._tell(client, due)
+            self._publish(client, due)
         except ProcessLostError as error:
             logger.info("new weights wait for the next controller: %s", error)
-        except Exception as error:  # the boundary of a thread: the ranks must hear of it
-            with contextlib.suppress(AsyncGrpoError):  # they hear of the first error
+        except Exception as error:  # the boundary of a thread: the ranks must end too
+            with contextlib.suppress(AsyncGrpoError):  # the first error is raised, not this one
                 abort = client.controller.abort
                 client.answer(deadlines.ANSWER_S, abort, client.run, str(error))
             raise
 
-    def _tell(self, client: RunClient, due: Due) -> None:
+    def _publish(self, client: RunClient, due: Due) -> None:
         newest = due[GENERATION]
         for snapshot in dict.fromkeys((newest, *due.values())):
             roles, started = tuple(r for r, s in due.items() if s is snapshot), time.monotonic()
@@ -198,7 +200,7 @@ class Announcements:
             self._kept |= dict.fromkeys(roles, snapshot)
             for role, report in reports.items():
                 reasons = "; ".join(report.failures.values())
-                # Later on workers were lost that had served: others, or successors, will come.
+                # Later failures are of workers that have served: others, or restarts, take over.
                 if not self._has_served and reasons and not report.acks:
                     raise WorkerError(f"no {role} worker could load the weights: {reasons}")
             if snapshot is newest:
@@ -211,8 +213,8 @@ class Announcements:
         for complaint in sync_complaints(snapshot, report):
             logger.warning("%s", complaint)
         summary = summarise_sync(snapshot, report, seconds=seconds)
-        if summary.kept_tokens and not self._has_told_of_kept:
-            self._has_told_of_kept = True
+        if summary.kept_tokens and not self._has_warned_of_kept:
+            self._has_warned_of_kept = True
             logger.warning(
                 "log-probabilities of tokens that are sampled over an update are of mixed weights: "
                 "workers with --keep-kv-cache keep the caches of running requests, now of %d "

@@ -1,7 +1,6 @@
-"""A sampled run on every rank: its minibatches, over all losses of the controller, its weights, and
-what it must know of teachers.
+"""A sampled run's data on every rank: minibatches, across losses of the controller, and weights.
 
-All ranks collect weights; rank 0 announces them.
+All ranks collect weights; rank 0 announces them. Ranks fetch what they need of teachers once.
 """
 
 from __future__ import annotations
@@ -35,13 +34,13 @@ from async_grpo.weight_sync.gather import Shards
 from async_grpo.weight_sync.publisher import Collected, Collector
 from async_grpo.weight_sync.routes import OBJECT_STORE
 
-CANARY_TEMPERATURE = 1.0  # vLLM scores prompts at no other
+CANARY_TEMPERATURE = 1.0  # vLLM scores prompts at this one only
 
 
 class SampledData(Iterator[StreamItem]):
-    """What a rank trains, and what it does for it: publish weights, recover.
+    """Iterates over the items that a rank trains; publishes weights, recovers the controller.
 
-    Every rank has one; each gradient step that is ended was begun under the same epoch of the run.
+    Every rank has one. Each gradient step ends under the epoch of the run in which it began.
     """
 
     def __init__(
@@ -58,15 +57,15 @@ class SampledData(Iterator[StreamItem]):
         self._learner = learner
         self._main = main
         self._stop = stop
-        self._num_updates = -1  # of the parameters, when they were gathered last
+        self._num_updates = -1  # of the parameters when they were last gathered
         self._stream: RankStream | None = None
         self._collector: Collector | None = None
-        self._collected: Collected | None = None  # what was gathered last
+        self._collected: Collected | None = None  # the weights gathered last
         self._express = self._make_express()
 
     @property
     def is_stopped(self) -> bool:
-        """Whether the ranks have agreed to end before the run is trained."""
+        """Whether the ranks have agreed to stop before the last batch."""
         return self._stream is not None and self._stream.is_stopped
 
     def __next__(self) -> StreamItem:
@@ -77,7 +76,7 @@ class SampledData(Iterator[StreamItem]):
             except RunLost as error:
                 self._recover(stream, str(error))
                 continue
-            except StopIteration:  # all ranks leave: not before their threads have met
+            except StopIteration:  # all ranks leave, after the collectives of their threads
                 self._wait_collected()
                 raise
             finally:
@@ -87,9 +86,10 @@ class SampledData(Iterator[StreamItem]):
             return item
 
     def restore(self, start: Start) -> None:
-        """Restore what the reference serves; collective, before the learner is restored.
+        """Restore the reference's weights; collective.
 
-        The policy must still be what the model folder holds.
+        Call it before the learner is restored: the policy must still have the model folder's
+        weights.
         """
         if not self._learner.algorithm.needs_reference:
             return
@@ -100,28 +100,28 @@ class SampledData(Iterator[StreamItem]):
     def publish(self, num_batches: int, *, evaluates: bool = False) -> float:
         """Collect the weights after `num_batches` batches; rank 0 then announces them in a thread.
 
-        Collective. Returns the seconds that this rank stood still for it. Raises what went wrong
-        with the weights before these.
+        Collective. Returns the seconds that this rank waited. Raises the error of the previous
+        weights' publication.
         """
         weights = self._main.weights
         self._main.report.doing("publishing weights")
         started = time.monotonic()
         self._wait_collected()
-        self._main.weights.announcements.wait()
-        # Where every step of the batch was skipped, its version is another name of the weights
-        # that are out; the ranks agree on it, for they skip together.
+        weights.announcements.wait()
+        # Where every step of the batch was skipped, the published weights get its version too; the
+        # ranks agree, for they skip together.
         if self._num_updates != self._learner.step.clocks.steps:
             self._num_updates = self._learner.step.clocks.steps
             canary = score_canary(self._learner, weights.canary)
             self._collected = self._collect(num_batches)
             weights.collected(self._collected, canary)
             if self._config.memory.weight_transport != OBJECT_STORE:
-                self._wait_collected()  # all ranks go on, or none
+                self._wait_collected()  # all ranks continue, or none
                 policy, device = self._learner.policy, self._learner.device
                 tensors = iter_device_tensors(policy, self._dtype, device=device)
                 weights.send(self._main.client, tensors)
         self._main.report.published(num_batches, evaluates=evaluates)
-        # The controller begins what is to be evaluated with them.
+        # The controller begins the evaluations of these weights.
         weights.announce(self._main.client, num_batches)
         return time.monotonic() - started
 
@@ -131,23 +131,23 @@ class SampledData(Iterator[StreamItem]):
         self._main.weights.announcements.wait()
 
     def finish_evaluations(self) -> None:
-        """Return when the last evaluation has ended, or stands still; collective."""
+        """Return when the last evaluation has ended or makes no progress; collective."""
         self._main.finish_evaluations(self._ranks, self._stop)
 
     def references_to_save(self, batches: int) -> Mapping[int, Read]:
-        """Return what a checkpoint after `batches` holds of the reference, on rank 0."""
+        """Readers of the reference's weights for a checkpoint after `batches`; rank 0's only."""
         if not self._learner.algorithm.needs_reference:
             return {}
         self._wait_collected()
         return self._main.weights.references_to_save(batches) or {}
 
     def _wait_collected(self) -> None:
-        """Until what was gathered last is stored; raises on all ranks what went wrong on one."""
+        """Return when the weights gathered last are stored; raises any rank's error on all."""
         if self._collected is not None:
             self._collected.wait()
 
     def _collect(self, num_batches: int) -> Collected:
-        """Take the policy's weights of this moment; collective."""
+        """Gather the policy's current weights; collective."""
         if self._collector is None:
             self._incarnation, self._dtype = self._ranks.share(
                 lambda: self._main.weights.published_as
@@ -180,7 +180,7 @@ class SampledData(Iterator[StreamItem]):
         return self._stream
 
     def _make_express(self) -> Express | None:
-        """By which this rank gets a teacher's logits without the object store, if it does."""
+        """What fetches a teacher's logits without the object store; None without `--express`."""
         mesh = self._config.teaching.express_mesh
         if mesh is None:
             return None
@@ -198,7 +198,7 @@ class SampledData(Iterator[StreamItem]):
         return express
 
     def _recover(self, stream: RankStream, reason: str) -> None:
-        """All ranks have lost the run before the same item."""
+        """Recover the run, which all ranks have lost before the same item."""
         self._learner.discard()
         self._ranks.on_main(lambda: self._main.recover(stream.client, reason))
         self._stream = None
@@ -207,15 +207,15 @@ class SampledData(Iterator[StreamItem]):
 def meet_teachers(
     learner: Learner, client: RunClient, widths: Callable[[], Mapping[str, int]]
 ) -> None:
-    """Give a rank's learner what it must know of each teacher that its algorithm asks.
+    """Give a rank's learner the loss terms of the teachers that its algorithm uses.
 
-    `widths`: collective, by name its vocabulary's width. Where the algorithm needs the teachers'
-    heads, which never change, every rank fetches them.
+    `widths` is collective and returns {teacher: width of its vocabulary}. Where the algorithm needs
+    the teachers' heads, which never change, every rank fetches them.
     """
     need, config = learner.algorithm.teacher_need, learner.config
     if need is None:
         return
-    # The controller itself may wait as long as anything may stand still for a teacher to be free.
+    # The controller may itself wait `stall_timeout_s` for a teacher to be free.
     limit_s = config.places.stall_timeout_s + deadlines.ANSWER_S
     width_of, teachers = widths(), []
     for name in config.teacher_names:
@@ -243,9 +243,9 @@ def _head(client: RunClient, name: str, device: torch.device, *, timeout_s: floa
 
 @torch.no_grad()
 def score_canary(learner: Learner, rows: tuple[NDArray[np.int32], ...]) -> tuple[CanaryRow, ...]:
-    """Score the canary under the weights of this moment; ranks without rows fill in.
+    """Score the canary's rows with the current weights; collective, also for ranks without rows.
 
-    Leaves the root gathered, which `local_shards` undoes.
+    Leaves the root module gathered, which `local_shards` undoes.
     """
     config, device = learner.config, learner.device
     dtype = str(compute_dtype(config.memory.mixed_precision, device)).removeprefix("torch.")

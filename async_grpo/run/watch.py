@@ -1,8 +1,8 @@
-"""What rank 0 hears of its run while it lasts, and leaves behind when the run dies.
+"""Watches the controller during a run, and records the first failure when the run dies.
 
-A thread tells the controller of rank 0's life and people of the controller's status. It does so
-from before the model is loaded until the run has ended: the main thread may compute for as long as
-it likes. What it sees go wrong goes into `first_failure.json`, and makes the error name the cause.
+A thread of rank 0 sends heartbeats to the controller and shows its status, from before the model is
+loaded until the run has ended, however long the main thread computes. The incidents that it sees go
+into `first_failure.json`, and let the error name the cause.
 """
 
 from __future__ import annotations
@@ -34,19 +34,23 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-STATUSES_A_MEMBERSHIP = 3  # members are asked for more rarely
-NUM_LOG_LINES = 20  # of the culprit, in the record
+STATUSES_A_MEMBERSHIP = 3  # statuses between two requests for the members
+NUM_LOG_LINES = 20  # of the failed worker's log, in the record
 FIRST_FAILURE_FILE = "first_failure.json"
-CONSEQUENCES = (DeadlineError, ProcessLostError, ClusterError)  # that something else may explain
+CONSEQUENCES = (
+    DeadlineError,
+    ProcessLostError,
+    ClusterError,
+)  # errors that an earlier incident may explain
 
 
 class Watcher:
-    """Pings, asks and tells once a second until it is closed."""
+    """Once a second sends a heartbeat and shows the controller's status, until it is closed."""
 
     interval_s = 1.0
 
     def __init__(self, client: Callable[[], RunClient], incidents: Incidents) -> None:
-        """`client` gives the way to the run of this moment; `incidents` hear what goes wrong."""
+        """`client` returns the client of the current controller; incidents go to `incidents`."""
         self.heard: Callable[[Sequence[Control]], None] = lambda controls: None
         self.show: Callable[[PipelineStatus], None] = lambda status: None
         self.show_workers: Callable[[Sequence[WorkerInfo]], None] = lambda workers: None
@@ -58,9 +62,9 @@ class Watcher:
         self._thread.start()
 
     def close(self) -> None:
-        """Show the last status, and end."""
+        """Show the last status, and end the thread."""
         self._closed.set()
-        # It is a daemon: a controller that hangs holds up nobody's end.
+        # A daemon: where the controller hangs, the process ends all the same.
         self._thread.join(deadlines.RUN_ENDED_S)
 
     def _watch(self) -> None:
@@ -68,7 +72,7 @@ class Watcher:
         while not self._closed.wait(self.interval_s):
             client = self._client()
             client.controller.heard.remote(client.run)
-            # An answer that does not come holds up no ping.
+            # A late answer delays no heartbeat.
             asked = asked or client.controller.status.remote(client.run)
             if client.cluster.is_ready(asked):
                 self._take(client, asked)
@@ -82,19 +86,21 @@ class Watcher:
         try:
             status = client.wait(asked, timeout_s=deadlines.STATUS_S)
         except AsyncGrpoError as error:
-            logger.debug("no status to show: %s", error)  # whoever needs the run says why
+            logger.debug(
+                "no status to show: %s", error
+            )  # the thread that needs the run raises the reason
             return
         self._incidents.see_status(status, now_s=time.time())
         self.show(status)
         self.heard(status.controls)
         for warning in status.warnings:
-            if warning not in self._said:  # once, whichever controller says it
+            if warning not in self._said:  # once, also where a later controller repeats it
                 logger.warning(warning)
             self._said.add(warning)
 
 
 def see_members(client: ControllerClient, incidents: Incidents) -> list[WorkerInfo]:
-    """Have `incidents` see who is registered, and return them all, as far as a controller tells."""
+    """Pass the registered workers to `incidents`, and return those that the controller names."""
     seen: list[WorkerInfo] = []
     controller, timeout_s = client.controller, deadlines.STATUS_S
     try:
@@ -109,26 +115,26 @@ def see_members(client: ControllerClient, incidents: Incidents) -> list[WorkerIn
 
 
 class RunRecord:
-    """What a rank knows of its run, for the case that it dies."""
+    """Collects what `first_failure.json` says of a rank's run if it dies."""
 
     def __init__(self, output_dir: str | Path, *, rank: int) -> None:
         self.path = Path(output_dir) / FIRST_FAILURE_FILE
         self.incidents = Incidents()
-        self.cluster: Cluster | None = None  # which rank 0 has joined
+        self.cluster: Cluster | None = None  # joined by rank 0
         self._rank = rank
         self._num_batches = 0
         self._trained_at_s = time.time()
 
     def trained(self, num_batches: int) -> None:
-        """So many batches of the run are complete."""
+        """Note that `num_batches` batches of the run are complete."""
         self._num_batches, self._trained_at_s = num_batches, time.time()
 
     def forget(self) -> None:
-        """The run has started: what an earlier one has died of is of no interest any more."""
+        """Remove an earlier run's record: this one has started."""
         self.path.unlink(missing_ok=True)
 
     def write(self, error: BaseException, *, sentence: str, first: Incident | None) -> bool:
-        """Leave the record; False when another rank has done so before."""
+        """Write the record; False when another rank has written one before."""
         moved_at_s = self.incidents.moved_at_s
         status = self.incidents.status
         is_bug = not isinstance(error, AsyncGrpoError)
@@ -157,7 +163,7 @@ class RunRecord:
         return _write_once(self.path, record)
 
     def _account(self, incident: Incident) -> dict[str, object]:
-        """An incident for people, with the end of the culprit's log where it lies on this node."""
+        """An incident as JSON, with the end of the worker's log if that lies on this node."""
         worker, cluster = incident.worker, self.cluster
         log = LastWords()
         if worker and cluster and cluster.is_here(worker.node_id):
@@ -176,19 +182,19 @@ class RunRecord:
 
 @contextmanager
 def first_failure_recorded(record: RunRecord, ranks: Ranks) -> Iterator[None]:
-    """Around a run: whatever ends it is put on record, and raised with its cause."""
+    """Record the error that ends a run, and raise it with its cause; used around the run."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # a boundary: recorded once, and passed on
+    except BaseException as error:  # a boundary: recorded once, and raised again
         told = as_rank_loss(error) or error
         first = _first_cause(told, record, ranks)
         sentence = _sentence(told, first)
         try:
             if record.write(told, sentence=sentence, first=first):
                 logger.warning("what is known of the failure is in %s", record.path)
-        except (AsyncGrpoError, OSError) as refusal:  # a full disk, which is no cause of this
+        except (AsyncGrpoError, OSError) as refusal:  # a full disk, which did not cause the error
             logger.warning("what is known of the failure cannot be kept: %s", refusal)
         if isinstance(told, AsyncGrpoError) and (told is not error or sentence != str(told)):
             raise (type(told)(sentence) if isinstance(told, CONSEQUENCES) else told) from error
@@ -214,7 +220,7 @@ def _write_once(path: Path, record: dict[str, object]) -> bool:
     draft = path.with_name(f".{path.name}.{os.getpid()}.draft")
     write_json_atomic(draft, record)
     try:
-        os.link(draft, path)  # unlike a rename, it does not replace what stands there
+        os.link(draft, path)  # unlike a rename, a link replaces no file
     except FileExistsError:
         return False
     finally:
