@@ -46,7 +46,7 @@ from async_grpo.checkpoint.reader import (
 from async_grpo.util.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
-NAME = re.compile(r"batch_(\d+)(\.\d+)?")
+CHECKPOINT_NAME = re.compile(r"batch_(\d+)(\.\d+)?")
 LEFTOVER = re.compile(r"\.batch_\d+(\.\d+)?\.(partial|removed)")
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
@@ -252,7 +252,9 @@ class CheckpointFolder:
             entries = disk.entries(self._root)
         except FileNotFoundError:
             return []
-        return sorted((self._root / n, kind) for n, kind in entries.items() if NAME.fullmatch(n))
+        return sorted(
+            (self._root / n, kind) for n, kind in entries.items() if CHECKPOINT_NAME.fullmatch(n)
+        )
 
     def _free_name(self, batches: int) -> str:
         taken = {path.name for path, _ in self._named()}

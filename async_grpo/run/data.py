@@ -1,4 +1,4 @@
-"""The data of a run: every source that its options name, read and checked line by line."""
+"""The data of a run: reads and checks every line of every source that its options name."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Purpose = Literal["train", "held out", "given"]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One source of a run, and what makes records of its lines."""
+    """One source of a run, and the function that builds a record from each of its lines."""
 
     purpose: Purpose  # given: pairs beside questions
     source: DataSource
@@ -37,13 +37,13 @@ class Part:
     set: EvaluationSet | None = None  # of --eval
 
     def records(self, *, goes_on: Callable[[], bool] = lambda: True) -> Iterator[Any]:
-        """Every line, as long as reading `goes_on`; raises `DataError`."""
+        """Yield the record of every line while `goes_on` is true; raises `DataError`."""
         records = load_records(self.source, self.build, goes_on=goes_on)
         return islice(records, self.set.limit) if self.set and self.set.limit else records
 
 
 def parts_of(config: TrainConfig, facts: ModelFacts) -> tuple[Part, ...]:
-    """What a run reads, in the order in which its questions or pairs lie in their tables."""
+    """The sources of a run, in the order of their records in the run's tables."""
     if find_algorithm(config).learns_from_pairs:
         build = line_reader(config, facts, max_tokens=_most(config, facts)).pair
         found = [Part("train", config.data.data_files[0].source, build)]
@@ -52,16 +52,14 @@ def parts_of(config: TrainConfig, facts: ModelFacts) -> tuple[Part, ...]:
 
 
 def load_data(config: TrainConfig, facts: ModelFacts) -> tuple[QuestionTable, QuestionTable]:
-    """What is trained on and what is held out, all of it checked."""
+    """The questions to train on, and the unnamed set of held-out ones, all of them checked."""
     parts = parts_of(config, facts)
-    unnamed = [part for part in parts if not part.set]
-    train, held_out = _records(unnamed, "train"), _records(unnamed, "held out")
-    return QuestionTable.of(train), QuestionTable.of(held_out)
+    return QuestionTable.of(_records(parts, "train")), QuestionTable.of(_records(parts, "held out"))
 
 
 def load_sets(config: TrainConfig, facts: ModelFacts) -> Mapping[str, QuestionTable]:
-    """The questions of each set of --eval, all of them checked."""
-    parts = [part for part in parts_of(config, facts) if part.set]
+    """{name: questions} of the sets of --eval, all of them checked."""
+    parts = parts_of(config, facts)
     return {part.set.name: QuestionTable.of(part.records()) for part in parts if part.set}
 
 
@@ -71,19 +69,19 @@ def load_given(config: TrainConfig, facts: ModelFacts) -> GivenTable:
 
 
 def load_pairs(config: TrainConfig, facts: ModelFacts) -> tuple[PairTable, PairTable]:
-    """What a supervised run trains on and what is held out."""
+    """The pairs that a supervised run trains on, and those held out, all of them checked."""
     parts = parts_of(config, facts)
     return PairTable.of(_records(parts, "train")), PairTable.of(_records(parts, "held out"))
 
 
 def warn_of_few(config: TrainConfig, num_records: int) -> None:
-    """Say when every batch repeats the data: most often a file was cut short, or another meant."""
+    """Warn when every batch repeats the data: often the file is cut short, or the wrong one."""
     if sentence := few_lines(config, num_records):
         logger.warning("%s", sentence)
 
 
 def few_lines(config: TrainConfig, num_records: int) -> str:
-    """What there is to say of data that is smaller than a batch; empty when it is not."""
+    """A warning for data that is smaller than a batch; empty when it is not."""
     batching = config.batching
     if num_records >= batching.batch_size:
         return ""
@@ -95,7 +93,7 @@ def few_lines(config: TrainConfig, num_records: int) -> str:
 
 
 def first_of_each_file(config: TrainConfig, questions: Sequence[Question]) -> list[Question]:
-    """What the rewards are tried on."""
+    """The first question of each data file: the rewards are tried on them."""
     if not config.data.data:
         return [questions[0]]
     first: dict[str, Question] = {}
@@ -107,14 +105,14 @@ def first_of_each_file(config: TrainConfig, questions: Sequence[Question]) -> li
 def check_types(
     config: TrainConfig, questions: Sequence[Question], pairs: Sequence[GivenPair]
 ) -> None:
-    """Raise `DataError` for lines that no teacher teaches, and for teachers without a line."""
+    """Raise `DataError` for lines without a teacher, and for teachers without a line."""
     if config.teacher_routes.keys() - {EVERY_TYPE}:
         of_data = {question.dataset_type for question in questions}
         check_routes(config, of_data, {pair.question.dataset_type for pair in pairs})
 
 
 def check_routes(config: TrainConfig, of_data: set[str], of_pairs: set[str]) -> None:
-    """The same, for the types of questions and of pairs."""
+    """Raise as `check_types` does, for the types of all questions and of all pairs."""
     data = config.data
     named = config.teacher_routes.keys() - {EVERY_TYPE}
     if not named:
@@ -136,8 +134,8 @@ def check_routes(config: TrainConfig, of_data: set[str], of_pairs: set[str]) -> 
 
 
 def line_reader(config: TrainConfig, facts: ModelFacts, *, max_tokens: int) -> LineReader:
-    """Reads lines of data, at most so long, for the model that is trained."""
-    from transformers import AutoTokenizer  # seconds, which a command's checks need not pay
+    """A reader of lines of at most `max_tokens` tokens, for the model that is trained."""
+    from transformers import AutoTokenizer  # takes seconds, and early checks do not need it
 
     return LineReader(
         tokenizer=AutoTokenizer.from_pretrained(config.places.model_name_or_path),
@@ -148,7 +146,8 @@ def line_reader(config: TrainConfig, facts: ModelFacts, *, max_tokens: int) -> L
 
 
 def _records(parts: Sequence[Part], purpose: Purpose) -> Iterator[Any]:
-    return chain.from_iterable(part.records() for part in parts if part.purpose == purpose)
+    own = (part for part in parts if part.purpose == purpose and not part.set)
+    return chain.from_iterable(part.records() for part in own)
 
 
 def _question_parts(config: TrainConfig, facts: ModelFacts) -> Iterator[Part]:
@@ -178,7 +177,7 @@ def _part_of_set(
     found: EvaluationSet, config: TrainConfig, facts: ModelFacts, reader: LineReader
 ) -> Part:
     longest = found.max_tokens or config.sampling.max_generation_tokens
-    room = facts.max_positions - longest  # nothing of it is trained
+    room = facts.max_positions - longest  # it is not trained: --max-tokens-per-gpu does not apply
     if room < 1:
         raise ConfigError(
             f"--eval of {found.name} must leave room for a prompt in the model's "
@@ -195,7 +194,7 @@ def _part_of_set(
 
 
 def _most(config: TrainConfig, facts: ModelFacts) -> int:
-    """Tokens of the longest sequence that can be trained."""
+    """The longest sequence that can be trained, in tokens."""
     return min(config.batching.max_tokens_per_gpu, facts.max_positions)
 
 

@@ -1,4 +1,4 @@
-"""A run, as the paper has it: sample a batch, step on it, publish, again.
+"""The training loop, as in the paper: sample a batch, take its gradient steps, publish, repeat.
 
 for each batch:
     for each gradient step:
@@ -6,7 +6,7 @@ for each batch:
         divide by D, clip, step                        (once)
     publish the new weights: the staleness window moves
 
-A supervised warm-start is the same packing, sums and steps, on demonstrations.
+Supervised fine-tuning packs, sums and steps the same way, on demonstrations.
 """
 
 from __future__ import annotations
@@ -44,15 +44,13 @@ from async_grpo.util.stopping import polled, stop_in_order, until_stopped
 
 
 def train_grpo(config: TrainConfig, ranks: Ranks, *, stop: Event | None = None) -> None:
-    """Train one whole run on one rank; rank 0 also owns the run at the controller.
+    """Train a whole run on one rank; rank 0 also owns the run at the controller.
 
     All ranks leave together, before their next item, once `stop` is set on any of them.
     """
     stop = stop or Event()
     record = RunRecord(config.recording.output_dir, rank=ranks.rank)
-    start = ranks.share(lambda: find_start(config))
-    if start.is_finished:
-        _export_finished(config, ranks, start)
+    if (start := _find_start(config, ranks)) is None:
         return
     devices = ranks.gather(device_id())
     main: MainRank | OtherRank = (
@@ -67,14 +65,12 @@ def train_grpo(config: TrainConfig, ranks: Ranks, *, stop: Event | None = None) 
 
 
 def train_sft(config: TrainConfig, ranks: Ranks, *, stop: Event | None = None) -> None:
-    """Train one whole supervised run on one rank; needs neither Ray nor workers.
+    """Train a whole supervised run on one rank; needs neither Ray nor workers.
 
     All ranks leave together, before their next item, once `stop` is set on any of them.
     """
     stop = stop or Event()
-    start = ranks.share(lambda: find_start(config))
-    if start.is_finished:
-        _export_finished(config, ranks, start)
+    if (start := _find_start(config, ranks)) is None:
         return
     pairs, held_out, facts = ranks.on_main(lambda: _load(config)) or _load(config)
     hashes = ranks.on_main(lambda: hash_contents(config, facts, pairs, start=start))
@@ -101,18 +97,18 @@ def train_sft(config: TrainConfig, ranks: Ranks, *, stop: Event | None = None) -
 
 
 class Data(Protocol):
-    """Where a run's minibatches come from, and who is told of its weights; on every rank.
+    """Yields a run's minibatches and takes its weights; one on every rank.
 
-    Whoever is told has what is due with them evaluated; with `evaluates`, whatever there is.
+    `publish` also starts the evaluations that are due with the weights; with `evaluates`, all.
     """
 
     def __iter__(self) -> Iterator[StreamItem]:
-        """Yield the items that all ranks train, and end before the same one on all of them."""
+        """Yield the items that this rank trains; all ranks end before the same item."""
         ...
 
     @property
     def is_stopped(self) -> bool:
-        """Whether they ended before the run was trained."""
+        """Whether the items ended before the last batch of the run."""
         ...
 
     def restore(self, start: Start) -> None: ...
@@ -190,7 +186,12 @@ def train_steps(
         report.doing("waiting for samples")
 
 
-def _export_finished(config: TrainConfig, ranks: Ranks, start: Start) -> None:
+def _find_start(config: TrainConfig, ranks: Ranks) -> Start | None:
+    """Where the run starts; None where it is finished: then its last export is complete."""
+    start = ranks.share(lambda: find_start(config))
+    if not start.is_finished:
+        return start
+
     def restored() -> Learner:
         learner = Learner.build(config, ranks)
         restore_learner(learner, start)
@@ -198,12 +199,13 @@ def _export_finished(config: TrainConfig, ranks: Ranks, start: Start) -> None:
 
     output_dir = config.recording.output_dir
     export_finished(output_dir, ranks, start.state["exports"], restored=restored)
+    return None
 
 
 def _keep_result(data: Data, ranks: Ranks, exports: Exports, checkpoints: Checkpoints) -> None:
-    """Save what the run has come to, and export it unless it was stopped before its end.
+    """Save the run's end, and export the model unless the run was stopped before its last batch.
 
-    Raises `CheckpointError` when the disk takes neither of the trained model.
+    Raises `CheckpointError` when neither an export nor a checkpoint of the trained model is there.
     """
     if not data.is_stopped:
         exports.export()
@@ -219,7 +221,7 @@ logger = logging.getLogger(__name__)
 
 
 class Demonstrations:
-    """A supervised run's minibatches, which every rank forms itself; see `loop.Data`."""
+    """The `Data` of a supervised run: every rank forms its minibatches itself."""
 
     def __init__(
         self,
@@ -259,17 +261,14 @@ class Demonstrations:
         return self._stop.is_set()
 
     def restore(self, start: Start) -> None:
-        """Begin after the batches of a checkpoint."""
+        """Begin after the last batch of a checkpoint."""
         self._first_batch = self._resumed_at = start.batches
 
     def publish(self, num_batches: int, *, evaluates: bool = False) -> float:
-        """Report the loss on the held-out pairs, where it is due; collective.
-
-        No worker serves these weights.
-        """
+        """Report the loss on the held-out pairs if it is due; collective. Publishes no weights."""
         sets = self._config.evaluation_sets
         is_due = any(evaluates or self._config.evaluates(each, num_batches) for each in sets)
-        if is_due and num_batches != self._resumed_at:  # a checkpoint's has been told
+        if is_due and num_batches != self._resumed_at:  # a checkpoint's was reported before
             started = time.monotonic()
             self._report.doing(f"computing the loss of {len(self._held_out)} held-out pairs")
             self._report.held_out_loss(self._held_out.loss())
@@ -280,14 +279,14 @@ class Demonstrations:
         """Wait for nothing."""
 
     def finish_evaluations(self) -> None:
-        """Wait for nothing: each was over before training went on."""
+        """Wait for nothing: `publish` evaluates before training continues."""
 
     def references_to_save(self, batches: int) -> Mapping[int, Read]:
-        """Save none: no reference scores a demonstration."""
+        """None: no reference scores a demonstration."""
         return {}
 
 
 def _load(config: TrainConfig) -> tuple[PairTable, PairTable, ModelFacts]:
-    """What is trained, what is held out, and the model; every rank reads the files itself."""
+    """The trained pairs, the held-out ones, and the model; every rank reads the files itself."""
     facts = check_model_folder(config.places.model_name_or_path)
     return *load_pairs(config, facts), facts

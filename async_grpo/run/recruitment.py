@@ -1,8 +1,8 @@
-"""Finds the workers that a run needs, and asks of each whether it can serve this run.
+"""Finds the workers that a run needs, and checks that each can serve this run.
 
 consumes:     the controller's members
-produces:     a run that can begin, or go on
-waits for:    one worker a role, up to --worker-timeout-s, telling which are missing
+produces:     a run that can begin, or continue
+waits for:    one worker of each role, up to --worker-timeout-s, logging which are missing
 unblocked by: a registration
 """
 
@@ -16,20 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from async_grpo.algorithms.find import find_algorithm
-from async_grpo.config.roles import (
-    ENVIRONMENT,
-    GENERATION,
-    REFERENCE,
-    SERVICE,
-    TEACHER,
-    VERIFIER,
-    is_service,
-    judge,
-    named,
-    role_of,
-    service,
-    teacher,
-)
+from async_grpo.config import roles
 from async_grpo.config.teaching import check_vocabulary
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.config.worker_config import WorkerConfig
@@ -53,7 +40,7 @@ ANSWER = "--max-generation-tokens"
 
 @dataclass(frozen=True, slots=True)
 class SetDemand:
-    """What generation workers must be able to sample of held-out questions."""
+    """What generation workers must be able to sample for a set of held-out questions."""
 
     name: str
     sampling: SamplingContract
@@ -67,34 +54,34 @@ class Demand:
     config: TrainConfig
     model: ModelFacts
     longest_prompt: int  # in tokens
-    longest_pair: int = 0  # of the given ones, which teachers read: prompt and completion
-    devices: tuple[str, ...] = ()  # identities of the ranks' NVIDIA devices; empty ones on CPUs
+    longest_pair: int = 0  # in tokens; of given pairs, prompt and completion, which teachers score
+    devices: tuple[str, ...] = ()  # identities of the ranks' NVIDIA devices; "" on a CPU
     sets: tuple[SetDemand, ...] = ()  # of --eval
 
     @property
     def device(self) -> str:
-        """Of rank 0, which sends weights."""
+        """The device of rank 0, which sends weights."""
         return self.devices[0] if self.devices else ""
 
 
 def recruit(client: ControllerClient, demand: Demand) -> list[WorkerInfo]:
-    """Wait until every role that the run needs has a worker, and check all that are there.
+    """Wait until every role that the run needs has a worker; check and return all of them.
 
-    Returns them. Raises `DeadlineError` after `--worker-timeout-s`, and `ConfigError` for workers
-    that cannot serve this run.
+    Raises `DeadlineError` after `--worker-timeout-s`, and `ConfigError` for workers that cannot
+    serve this run.
     """
     needed = needed_roles(demand.config)
     return [it for role, why in needed.items() for it in _find(client, role, demand, why)]
 
 
 def teachers_of(client: ControllerClient, config: TrainConfig) -> dict[str, WorkerInfo]:
-    """{name: a worker that serves the teacher}; all workers of a name serve the same model.
+    """{teacher: one of its workers}; all workers of a name serve the same model.
 
-    Raises `ConfigError` where a teacher has fewer tokens than it is asked for.
+    Raises `ConfigError` where a teacher's vocabulary has too few tokens.
     """
     found: dict[str, WorkerInfo] = {}
     for name in config.teacher_names:
-        members = client.answer(deadlines.ANSWER_S, client.controller.members, teacher(name))
+        members = client.answer(deadlines.ANSWER_S, client.controller.members, roles.teacher(name))
         if not members:
             raise WorkerError(
                 f"the last worker of teacher {name} has ended while the run began: look at its "
@@ -106,62 +93,63 @@ def teachers_of(client: ControllerClient, config: TrainConfig) -> dict[str, Work
 
 
 def needed_roles(config: TrainConfig) -> dict[str, str]:
-    """{role: why the run needs a worker of it}, in the order in which they are looked for."""
-    roles = {GENERATION: ""} if config.asks_questions else {}
+    """{role: why the run needs a worker of it}, in the order in which they are waited for."""
+    found = {roles.GENERATION: ""} if config.asks_questions else {}
     for need in find_algorithm(config).needs:
         why = f"--algorithm {config.objective.algorithm} asks it"
-        if need.role == REFERENCE and config.objective.kl_coefficient:
+        if need.role == roles.REFERENCE and config.objective.kl_coefficient:
             why = "the KL coefficient is not 0"
-        if need.role == TEACHER:
+        if need.role == roles.TEACHER:
             why = (
                 f"--teacher-for {config.options()['teacher_for']}"
                 if config.teaching.teacher_for
                 else "--data names it"
             )
-        roles |= dict.fromkeys(named([need.role], config.teacher_names), f" ({why})")
+        found |= dict.fromkeys(roles.named([need.role], config.teacher_names), f" ({why})")
     if not config.asks_questions:
-        return roles
+        return found
     if names := config.environments - SHIPPED.keys():
-        roles[ENVIRONMENT] = f" (--environment {sorted(names)[0]} is played there)"
-    roles |= {judge(name): f" (--judges {config.data.judges})" for name in config.data.judge_names}
+        found[roles.ENVIRONMENT] = f" (--environment {sorted(names)[0]} is played there)"
+    judges = map(roles.judge, config.data.judge_names)
+    found |= dict.fromkeys(judges, f" (--judges {config.data.judges})")
     for name in sorted(names):
-        roles |= {service(x): f" ({name} asks services[{x!r}])" for x in asked_services(name)}
-    if all(grades_itself(name) for name in config.environments):
-        return roles
-    return roles | {VERIFIER: ""}
+        asked = asked_services(name)
+        found |= {roles.service(each): f" ({name} asks services[{each!r}])" for each in asked}
+    if not all(map(grades_itself, config.environments)):
+        found[roles.VERIFIER] = ""
+    return found
 
 
 def brought_by(workers: Iterable[WorkerConfig]) -> set[str]:
-    """The roles of these dispatchers; one of generation with rewards starts verifiers beside it."""
+    """The roles of these dispatchers' workers; one of generation with rewards has verifiers too."""
     workers = tuple(workers)
-    graded = any(each.role == GENERATION and each.reward_names for each in workers)
-    return {each.role for each in workers} | ({VERIFIER} if graded else set())
+    graded = any(each.role == roles.GENERATION and each.reward_names for each in workers)
+    return {each.role for each in workers} | ({roles.VERIFIER} if graded else set())
 
 
-def check_roles(config: TrainConfig, roles: Collection[str], *, where: str) -> None:
-    """Raise `ConfigError` for a role without a worker, where nobody else can join the cluster."""
+def check_roles(config: TrainConfig, present: Collection[str], *, where: str) -> None:
+    """Raise `ConfigError` for a needed role that is not among those `present` in the run's file."""
     for role, why in needed_roles(config).items():
-        if role not in roles:
-            remedy = (
-                "give one --reward-fns" if role == VERIFIER and GENERATION in roles else "add one"
-            )
-            others = sorted(filter(is_service, roles))
-            if is_service(role) and others:
+        if role not in present:
+            grades = role == roles.VERIFIER and roles.GENERATION in present
+            remedy = "give one --reward-fns" if grades else "add one"
+            others = sorted(filter(roles.is_service, present))
+            if roles.is_service(role) and others:
                 remedy = f"correct the name, for it has {', '.join(others)}, or {remedy}"
             raise ConfigError(f"{where} needs a [[worker]] for the role {role}{why}: {remedy}")
 
 
 def command_for(role: str, *, model: str) -> str:
-    """What starts a worker of the role beside a trainer of `model`."""
+    """The command that starts a worker of the role for a trainer of `model`."""
     options = {
-        GENERATION: f"--model-path {model} --mode generation",
-        REFERENCE: f"--model-path {model} --mode logprob",
-        VERIFIER: "--mode verifier --reward-fns NAMES",
-        ENVIRONMENT: "--mode environment",
+        roles.GENERATION: f"--model-path {model} --mode generation",
+        roles.REFERENCE: f"--model-path {model} --mode logprob",
+        roles.VERIFIER: "--mode verifier --reward-fns NAMES",
+        roles.ENVIRONMENT: "--mode environment",
     }
     mode, _, name = role.partition(":")
     own = f"--model-path ITS_MODEL --mode {mode} --name {name}"
-    if mode == SERVICE:
+    if mode == roles.SERVICE:
         own = f"--mode path/to/file.py:Name --name {name}"
     return f"`python worker_dispatcher.py {options.get(role, own)}`"
 
@@ -189,15 +177,15 @@ def _find(client: ControllerClient, role: str, demand: Demand, why: str) -> tupl
 
 
 def check_worker(worker: WorkerInfo, demand: Demand) -> None:
-    """Raise `ConfigError` for a worker whose answers this run could not use."""
+    """Raise `ConfigError` for a worker that cannot serve this run."""
     config, model, who = demand.config, demand.model, f"worker {worker.worker_id}"
     places = config.places
     _check_device(worker, demand)
-    role = role_of(worker.role)
+    role = roles.role_of(worker.role)
     follows = role.follows
-    if role.unit not in ("sequences", "tokens"):  # it reads texts, of any length
+    if role.unit not in ("sequences", "tokens"):  # such workers read texts of any length
         return
-    if worker.role == GENERATION:
+    if worker.role == roles.GENERATION:
         check_route(config.memory.weight_transport, worker, sender=demand.device)
         for found in demand.sets:
             _check_set(found, worker)
@@ -206,7 +194,7 @@ def check_worker(worker: WorkerInfo, demand: Demand) -> None:
             f"--temperature {config.sampling.temperature} must be that of {who}, which serves "
             f"{worker.temperature}: give both the same, or leave the worker's out"
         )
-    # A teacher's head may be padded to another width: its tokens are what must be the same.
+    # A teacher's head may be padded to another width: only its tokens must be the same.
     if follows != "own" and worker.vocab_size != model.vocab_size:
         raise ConfigError(
             f"{who} must serve the model that is trained, but its vocabulary has "
@@ -220,17 +208,15 @@ def check_worker(worker: WorkerInfo, demand: Demand) -> None:
             f"{places.model_name_or_path} ({model.tokenizer_hash[:12]}): give both the same folder"
         )
     needed = demand.longest_prompt + config.sampling.max_generation_tokens
-    row, remedy = (
-        f"the longest prompt with {ANSWER} {config.sampling.max_generation_tokens}",
-        f"lower {ANSWER}",
-    )
-    if config.environments - SHIPPED.keys():  # which may take turns as long as there is room
+    row = f"the longest prompt with {ANSWER} {config.sampling.max_generation_tokens}"
+    remedy = f"lower {ANSWER}"
+    if config.environments - SHIPPED.keys():  # turns may fill all positions
         needed = min(config.batching.max_tokens_per_gpu, model.max_positions)
         row, remedy = "an episode", "lower the trainer's --max-tokens-per-gpu"
     if follows == "own" and demand.longest_pair > needed:
         needed, row, remedy = demand.longest_pair, "the longest pair of --pairs-path", "drop it"
     if needed > worker.max_model_len:
-        flag = "--max-model-len" if worker.role == GENERATION else "--max-tokens-per-gpu"
+        flag = "--max-model-len" if worker.role == roles.GENERATION else "--max-tokens-per-gpu"
         raise ConfigError(
             f"{who} serves at most {worker.max_model_len} tokens, {row} needs {needed}: start it "
             f"with a larger {flag}, or {remedy}"
@@ -255,9 +241,9 @@ def _check_set(found: SetDemand, worker: WorkerInfo) -> None:
 
 
 def _check_device(worker: WorkerInfo, demand: Demand) -> None:
-    """Raise `ConfigError` for a device that a rank has too, unless it was shared on purpose.
+    """Raise `ConfigError` for a device that a rank uses too, unless it is shared on purpose.
 
-    Ray keeps them apart where it knows of both; not where it was not told of the trainer's.
+    Ray keeps them apart only if it knows that the trainer uses the device.
     """
     if demand.config.memory.gpus_per_rank < 1:
         return

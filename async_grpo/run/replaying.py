@@ -1,14 +1,12 @@
-"""Batches of a run trained again from what its ranks have recorded, and compared bit for bit.
+"""Replays recorded batches of a run, and compares them with the recording bit for bit.
 
-The model is loaded, restored from the checkpoint before the batch, and given the recorded
-minibatches in their order, by the code that trained them: `training.learner`. Neither Ray nor
-workers are needed.
+The model is restored from a checkpoint before the batch, and trains the recorded minibatches in
+their order, with the code of training: `training.learner`. Neither Ray nor workers are needed.
 """
 
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +15,7 @@ from typing import Any
 
 import torch
 
+from async_grpo.checkpoint.folder import CHECKPOINT_NAME
 from async_grpo.checkpoint.reader import read_checkpoint
 from async_grpo.checkpoint.resume import PLACES, Start
 from async_grpo.checkpoint.tensors import restore_learner
@@ -39,9 +38,8 @@ from async_grpo.types import Minibatch
 from async_grpo.util.errors import CheckpointError, ConfigError, DataError
 from async_grpo.util.run_folder import CHECKPOINTS_FOLDER
 
-CHECKPOINT = re.compile(r"batch_(\d+)(\.\d+)?")
 Say = Callable[[str], object]
-# What is compared, in the order in which it is computed.
+# The compared values, in the order in which they are computed.
 OF_MINIBATCH = {
     "num_tokens": "the number of trained tokens",
     "weight": "the sum of weights",
@@ -55,23 +53,23 @@ OF_STEP = {
     "clocks": "the clocks of the schedule",
     "digest": "the digest of the parameters",
 }
-LAST = sys.maxsize  # behind all rounds
+LAST = sys.maxsize  # sorts after all rounds
 
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """What the log of a run says of itself, by its rank 0."""
+    """A run as the log of its rank 0 describes it."""
 
     folder: Path  # of the run
     config: TrainConfig
     world_size: int
     machine: Mapping[str, object]
-    batches: range  # that are recorded under these options
+    batches: range  # those recorded with these options
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Where a replay first left what was recorded."""
+    """The first value of a replay that differs from the recording."""
 
     place: str
     what: str
@@ -82,13 +80,13 @@ class Difference:
         return f"{self.place}: {self.what} was {self.was}, and is {self.now} now"
 
 
-Found = tuple[tuple[int, int], Difference]  # with the round, and the place among what is compared
+Found = tuple[tuple[int, int], Difference]  # (round, index of the value) first, for sorting
 
 
 def read_record(folder: Path, *, batch: int | None) -> Recorded:
-    """What is recorded of a run around a batch, or around its last one.
+    """The recording of a run around `batch`; None: around its last batch.
 
-    Raises `ConfigError` where there is nothing.
+    Raises `ConfigError` where that batch is not recorded.
     """
     log = folder / LOG_FOLDER
     runs = logged_runs(log, rank=0)
@@ -122,7 +120,7 @@ def read_record(folder: Path, *, batch: int | None) -> Recorded:
 
 
 def find_checkpoint(record: Recorded, batch: int) -> Start:
-    """The latest state of the run before a batch from which on all is recorded.
+    """The latest checkpoint up to `batch` after which every batch is recorded.
 
     Raises `ConfigError` where there is none.
     """
@@ -130,13 +128,13 @@ def find_checkpoint(record: Recorded, batch: int) -> Start:
     found = [
         (int(named[1]), path)
         for path in (root.iterdir() if root.is_dir() else ())
-        if (named := CHECKPOINT.fullmatch(path.name))
+        if (named := CHECKPOINT_NAME.fullmatch(path.name))
     ]
     usable = [(n, path) for n, path in found if record.batches.start <= n <= batch]
     for _, path in sorted(usable, reverse=True):
         try:
             return Start(path, read_checkpoint(path))
-        except CheckpointError:  # a damaged one: the one before it serves
+        except CheckpointError:  # a damaged one: an earlier one is tried
             continue
     if record.batches.start == 0:
         return Start()  # the model as it was before training
@@ -148,7 +146,7 @@ def find_checkpoint(record: Recorded, batch: int) -> Start:
 
 
 def check_ranks(record: Recorded, ranks: Ranks) -> None:
-    """Raise `ConfigError` where other ranks would sum in another order."""
+    """Raise `ConfigError` where another number of ranks would sum in another order."""
     if ranks.world_size != record.world_size:
         raise ConfigError(
             f"a replay must have the {record.world_size} ranks that trained these batches, got "
@@ -161,7 +159,7 @@ def replay(
 ) -> Difference | None:
     """Train the batches from `start` to `batch` again; collective.
 
-    The first difference from what was recorded, the same on every rank; None: there is none.
+    Returns the first difference from the recording, the same on every rank; None: there is none.
     """
     if record.machine["device"] == "cpu":
         torch.set_num_threads(record.machine["threads"])
@@ -182,7 +180,7 @@ def replay(
 
 
 def machine_notes(record: Recorded, ranks: Ranks) -> list[str]:
-    """What differs from the machine that recorded: bits may differ for it."""
+    """How this machine differs from the recording one, which may change bits."""
     here = machine(ranks.device)
     if here["device"] == "cpu":
         here["threads"] = record.machine["threads"]  # as they are set for the replay
@@ -194,7 +192,7 @@ def machine_notes(record: Recorded, ranks: Ranks) -> list[str]:
 
 
 class Comparison(StepWriter):
-    """Takes a step that was trained again, and compares it with what was recorded."""
+    """Compares a replayed step with the recording."""
 
     needs_digests = True
 
@@ -202,10 +200,10 @@ class Comparison(StepWriter):
         self._rank = rank
         self._facts = step.facts
         self._recorded = recorded
-        self.found: list[Found] = []  # of this rank, the first one only
+        self.found: list[Found] = []  # this rank's first difference
 
     def write(self, step: TrainedStep) -> None:
-        """Compare, in the order in which a step computes things."""
+        """Compare the values in the order in which a step computes them."""
         name = f"gradient step {step.number} (batch {step.end.batch})"
         for trained, was in zip(step.minibatches, self._recorded, strict=True):
             index, now = trained.minibatch.round_index, trained.sums
@@ -224,7 +222,7 @@ class Comparison(StepWriter):
 
 
 def replay_step(step: LoggedStep, learner: Learner, ranks: Ranks) -> Difference | None:
-    """Train one step again; the earliest difference of any rank, the same on all of them."""
+    """Train one step again; returns the earliest difference of any rank; collective."""
     loaded = _agreed(ranks, lambda: _loaded(step, ranks.rank))
     comparison = Comparison(ranks.rank, step, [sums for _, sums in loaded])
     learner.recorder.begin(comparison)
@@ -250,7 +248,7 @@ def _loaded(step: LoggedStep, rank: int) -> list[tuple[Minibatch, Sums]]:
 
 
 def _agreed(ranks: Ranks, prepare: Callable[[], object]) -> Any:
-    """What `prepare` returns here; what it raises on any rank is raised on all of them."""
+    """What `prepare` returns on this rank; a `DataError` on any rank is raised on all."""
     value, complaint = None, ""
     try:
         value = prepare()
@@ -262,12 +260,12 @@ def _agreed(ranks: Ranks, prepare: Callable[[], object]) -> Any:
 
 
 def _is_equal(was: object, now: object) -> bool:
-    """To the bit, where NaN equals itself."""
+    """Whether values are equal to the bit, where NaN equals NaN."""
     return json.dumps(was, sort_keys=True) == json.dumps(now, sort_keys=True)
 
 
 def _is_same(run: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two parts of a run were trained alike."""
+    """Whether two parts of a run had the same options and number of ranks."""
     options = [
         {k: v for k, v in each["config"].items() if k not in PLACES} for each in (run, other)
     ]

@@ -1,10 +1,10 @@
-"""Every reward is called once on the first line of its data, before anything of a run is made.
+"""Tries every reward on the first line of its data, before the run begins.
 
-consumes:     the verifier pools; the first question of each data file, with its own answer as if it
-              were an output
-produces:     nothing, or the sentence that refuses the run
+consumes:     the verifier pools; the first question of each data file, with its expected answer as
+              the output
+produces:     nothing, or the error that refuses the run
 waits for:    the verdicts
-unblocked by: the pools, whose every verification has a limit
+unblocked by: the pools, where every verification has a time limit
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ logger = logging.getLogger(__name__)
 
 
 def try_all_rewards(
-    client: ControllerClient, plan: BatcherPlan, questions: Sequence[Question] | None = None
+    client: ControllerClient, plan: BatcherPlan, questions: Sequence[Question] = ()
 ) -> None:
-    """See `try_rewards`: of the first questions of data files, and those of each set."""
+    """Call `try_rewards` for the first questions of data files, and for the first of each set."""
     config = plan.config
     try_of = partial(
         try_rewards, client, data=config.data, evaluation=config.evaluation,
         timeout_s=config.places.stall_timeout_s,
     )  # fmt: skip
-    if questions is not None:
+    if questions:
         try_of(questions)
     for each in plan.sets:
         try_of([each.questions[0]], found=each.config)
@@ -63,14 +63,13 @@ def try_rewards(
     timeout_s: float,
     found: EvaluationSet | None = None,
 ) -> None:
-    """Raise `ConfigError` for a reward that cannot grade one of `questions`, or is not there.
+    """Raise `ConfigError` for a reward that is missing, or cannot grade one of `questions`.
 
-    They are the first of each data file, or of `found`, and each is graded by the rewards of its
-    type, or of the set, unless its environment grades it.
+    They are the first of each data file, or of the set `found`; the rewards of its type, or of the
+    set, grade each one, unless its environment does.
 
-    Every pool is asked: a later overrun is measured by what its pool graded here. A connection
-    that fails may be back in time, and a process that was lost is nobody's fault: both are only
-    warned of.
+    Every pool grades them: later overruns are judged by what the pool graded here. A connection
+    that fails may recover, and a lost process need not be the reward's fault: both only warn.
     """
     pools = client.answer(deadlines.ANSWER_S, client.controller.receivers, VERIFIER)
     questions = [
@@ -108,9 +107,10 @@ def request_of(
     *,
     rewards: Rewards | None = None,
 ) -> GradingRequest:
-    """A question's own answer, to be graded by the rewards of its type, or of its set.
+    """A request to grade a question's expected answer, by the rewards of its type or set.
 
-    `rewards`: what the verifiers have; a groupwise one that another type names is not for this one.
+    `rewards`: those that the verifiers have. Without rewards of its own, a question is graded by
+    all of them, except groupwise ones that another type or set names.
     """
     output = VerificationRequest(0, 0, question, example_output(question))
     asked = (found.rewards if found else ()) or data.rewards_of(question.dataset_type)
@@ -138,7 +138,7 @@ def check_names(known: Sequence[str], data: DataOptions, evaluation: EvaluationO
 def refuse_or_describe(
     verdict: Verdict, question: Question, data: DataOptions, found: EvaluationSet | None = None
 ) -> str:
-    """Raise `ConfigError` for a reward that is at fault, else say what has happened."""
+    """Raise `ConfigError` for an error of the reward, else return a warning."""
     named = found.source if found else None
     path = named.path if named else data.file_of(question.dataset_type).source.path
     sentence = (
@@ -153,7 +153,7 @@ def refuse_or_describe(
 
 
 def example_output(question: Question) -> Turn:
-    """The expected answer as a model may give it; the prompt again where there is none."""
+    """The expected answer as a model's output; the prompt where there is none."""
     token_ids = question.input_token_ids
     return Turn(
         token_ids=token_ids,

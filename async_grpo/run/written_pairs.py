@@ -1,7 +1,7 @@
-"""Training pairs of a teacher's own outputs: sequence-level distillation (Kim and Rush, 2016).
+"""Writes a teacher's outputs as training pairs: sequence-level distillation (Kim and Rush, 2016).
 
-consumes:     questions; a teacher, and rewards where only good outputs are wanted
-produces:     a file of pairs, whole or not at all, and the count of what was left out
+consumes:     questions; a teacher; rewards, where only good outputs are kept
+produces:     a file of pairs, whole or not at all, and the number of outputs left out
 waits for:    the engine, a chunk of questions at a time; verifier processes, each within its limit
 unblocked by: the chunk's last output, and its last verdict
 """
@@ -42,7 +42,7 @@ from async_grpo.types import (
 from async_grpo.types.worker_info import confinement_in_words
 from async_grpo.util.errors import ConfigError, DataError
 from async_grpo.util.files import replacing
-from async_grpo.verification.config import VerifierConfig, read_sources
+from async_grpo.verification.config import verifier_config
 from async_grpo.verification.sandbox import Sandbox
 from async_grpo.verification.tasks import adapter_sample
 
@@ -50,17 +50,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
 logger = logging.getLogger(__name__)
-CHUNK = 1024  # questions: so many that the engine seldom waits for the last outputs of one
-# Of a worker such lines go to a log; here they would stand between the user's own.
+CHUNK = 1024  # questions: enough that the engine seldom idles during the last outputs of a chunk
+# A worker's log takes these lines; here they would mix with the command's output.
 QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "TQDM_DISABLE": "1"}
 Outputs = Sequence[tuple[Question, Turn]]
 Grade = Callable[[Outputs], Sequence[Verdict | None]]
 
 
 def generate_pairs(config: GenerateConfig, *, say: Callable[[str], object]) -> PairCount:
-    """Sample the questions and write the outputs that are kept; `say` hears of each chunk.
+    """Sample the questions and write the outputs that are kept; `say` gets a line per chunk.
 
-    Raises `DataError` where none is kept, and leaves what is at `--output`, as after any error.
+    Raises `DataError` where none is kept. Any error leaves the old file at `--output` in place.
     """
     facts = check_model_folder(config.model_path)
     tokenizer = AutoTokenizer.from_pretrained(config.model_path)
@@ -89,7 +89,7 @@ def generate_pairs(config: GenerateConfig, *, say: Callable[[str], object]) -> P
 
 
 class OfflineTeacher:
-    """An engine that answers questions as a generation worker of a run would, and in texts."""
+    """An engine that answers questions as a run's generation worker does, and decodes the texts."""
 
     def __init__(
         self,
@@ -99,11 +99,13 @@ class OfflineTeacher:
         *,
         longest_prompt: int,
     ) -> None:
-        from async_grpo.devices.current import seen_devices  # torch reads vLLM's environment later
+        from async_grpo.devices.current import (
+            seen_devices,
+        )  # before torch and vLLM read the variables set below
 
         on_cpu = not seen_devices().devices
         os.environ.update(worker_environment(on_cpu=on_cpu) | QUIET)
-        if on_cpu:  # a process of its own costs 8 s of imports
+        if on_cpu:  # a separate process would import for 8 s
             os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         from async_grpo.rollout.local_engines import OfflineEngine
 
@@ -119,7 +121,7 @@ class OfflineTeacher:
         )
 
     def outputs(self, questions: dict[int, Question]) -> list[tuple[Question, Turn]]:
-        """Every output of each question, in order, with its text; the keys seed the sampling."""
+        """All outputs of each question, in order, with their texts. The keys seed the sampling."""
         requests = [
             GenerationRequest(
                 ordinal,
@@ -171,14 +173,16 @@ def _replacing(output: str) -> Iterator[Callable[[bytes], object]]:
 
 @contextmanager
 def _grading(config: GenerateConfig, first: Question) -> Iterator[Grade]:
-    """Grades outputs in verifier processes, which end on leaving; without rewards, nothing.
+    """Yield a function that grades outputs in verifier processes, which end with the block.
 
-    Raises `ConfigError` for a reward that cannot be loaded, or cannot grade the first question.
+    Without rewards its verdicts are None. Raises `ConfigError` for a reward that cannot be loaded,
+    or cannot grade the first question.
     """
     if not config.reward_names:
         yield lambda outputs: [None] * len(outputs)
         return
-    sandbox = Sandbox(_verifier_config(config), num_processes=os.cpu_count() or 1)
+    rewards = verifier_config(WorkerConfig(**worker_options(config)))
+    sandbox = Sandbox(rewards, num_processes=os.cpu_count() or 1)
     with asyncio.Runner() as runner:
         try:
             runner.run(sandbox.start())
@@ -190,19 +194,6 @@ def _grading(config: GenerateConfig, first: Question) -> Iterator[Grade]:
             )
         finally:
             runner.run(sandbox.close())
-
-
-def _verifier_config(config: GenerateConfig) -> VerifierConfig:
-    names, registry, here = config.reward_names, config.reward_registry, (os.getcwd(),)
-    return VerifierConfig(
-        reward_names=names,
-        registry=registry,
-        timeout_s=config.verifier_timeout_s,
-        search_paths=here,
-        sources=read_sources(names, registry=registry, search_paths=here),
-        unconfined_rewards=config.unconfined_rewards,
-        unconfined_code=config.unconfined_code,
-    )
 
 
 async def _try_out(sandbox: Sandbox, question: Question, config: GenerateConfig) -> None:
@@ -217,7 +208,7 @@ async def _try_out(sandbox: Sandbox, question: Question, config: GenerateConfig)
 
 
 async def _grade(sandbox: Sandbox, outputs: Outputs, *, num_samples: int) -> list[Verdict]:
-    """Of `num_samples` outputs of each question, one question after the other."""
+    """Verdicts of the outputs, which are `num_samples` of each question in turn."""
     samples = [
         adapter_sample(VerificationRequest(0, index, question, turn))
         for index, (question, turn) in enumerate(outputs)
@@ -229,16 +220,16 @@ async def _grade(sandbox: Sandbox, outputs: Outputs, *, num_samples: int) -> lis
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairRules:
-    """What becomes of each output."""
+    """Decides which outputs are kept, and formats their lines."""
 
     min_reward: float
     has_token_ids: bool
-    mapping: Mapping[str, str] = field(default_factory=dict)  # our column names to the user's
+    mapping: Mapping[str, str] = field(default_factory=dict)  # {our column name: the user's}
 
     def why_rejected(self, turn: Turn, verdict: Verdict | None) -> str:
-        """A short fixed phrase, or nothing for an output that is kept; None: nobody graded it."""
+        """A fixed phrase; empty for an output that is kept. `verdict` None: it was not graded."""
         if turn.finish_reason != "stop":
-            return "cut at --max-generation-tokens"  # without its end, nobody would learn to end
+            return "cut at --max-generation-tokens"  # a student would not learn to stop
         if not turn.text.strip():
             return "empty"
         if verdict is None:
@@ -248,7 +239,7 @@ class PairRules:
         return "" if verdict.reward >= self.min_reward else f"reward below {self.min_reward:g}"
 
     def line(self, question: Question, turn: Turn, verdict: Verdict | None) -> bytes:
-        """The user's line with the output as its completion, and its reward if it was graded.
+        """The user's line with the output as its completion, and the reward of a graded one.
 
         >>> import numpy as np
         >>> question = Question(np.array([5]), "2+2=", "4", {"q": "2+2=", "level": 1})
@@ -258,29 +249,25 @@ class PairRules:
         """
         text, ids = (self.mapping.get(n, n) for n in ("completion", "completion_token_ids"))
         written: dict[str, object] = {**question.columns, text: turn.text}
-        written.pop(ids, None)  # of a line that had a demonstration
+        written.pop(ids, None)  # the line may have a demonstration's
         if self.has_token_ids:
             written[ids] = turn.token_ids.tolist()
         if verdict is not None:
             written["reward"] = verdict.reward
-        # Columns may hold what no JSON has, as dates; a lone surrogate of a text has no UTF-8.
+        # Columns may hold values that JSON lacks, such as dates; UTF-8 has no lone surrogates.
         content = json.dumps(written, ensure_ascii=False, default=str)
         return content.encode("utf-8", errors="backslashreplace") + b"\n"
 
 
 @dataclass(slots=True)
 class PairCount:
-    """What has become of the outputs so far."""
+    """Counts the outputs kept and rejected so far."""
 
     num_kept: int = 0
-    rejected: Counter[str] = field(default_factory=Counter)  # outputs by why
-
-    @property
-    def num_outputs(self) -> int:
-        return self.num_kept + self.rejected.total()
+    rejected: Counter[str] = field(default_factory=Counter)  # {reason: number of outputs}
 
     def see(self, why_rejected: str) -> bool:
-        """Count an output; whether it is kept."""
+        """Count an output; returns whether it is kept."""
         if why_rejected:
             self.rejected[why_rejected] += 1
         else:
@@ -294,4 +281,5 @@ class PairCount:
         '61 pairs of 64 outputs; rejected: 2 reward below 1, 1 empty'
         """
         why = ", ".join(f"{number} {reason}" for reason, number in self.rejected.most_common())
-        return f"{self.num_kept} pairs of {self.num_outputs} outputs; rejected: {why or 'none'}"
+        num_outputs = self.num_kept + self.rejected.total()
+        return f"{self.num_kept} pairs of {num_outputs} outputs; rejected: {why or 'none'}"
