@@ -1,4 +1,4 @@
-"""What can be wrong with model, data and workers, found on rank 0 before any of it is made."""
+"""Prepares a run on rank 0: checks model, data and workers, then begins it at the controller."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from async_grpo.algorithms.base import LocalRules
 from async_grpo.algorithms.find import find_algorithm, users_algorithm
 from async_grpo.batching.packing import attention_ratio
 from async_grpo.batching.records import BatcherPlan
-from async_grpo.checkpoint.resume import Start, check_contents, hash_data
+from async_grpo.checkpoint.resume import Record, Start, check_contents, hash_data
 from async_grpo.cluster.cluster import Cluster
 from async_grpo.cluster.handles import ControllerClient
-from async_grpo.config.evaluation_sets import UNNAMED
 from async_grpo.config.roles import is_service
 from async_grpo.config.teaching import check_vocabulary
 from async_grpo.config.train_config import TrainConfig
@@ -30,29 +29,15 @@ from async_grpo.environments.find import hash_files, users_environment
 from async_grpo.gateway.run_gateway import free_address, start_gateway
 from async_grpo.model.model_folder import ModelFacts, check_model_folder, hash_model
 from async_grpo.model.policy import read_size
+from async_grpo.run import data
 from async_grpo.run.companions import start_rules
-from async_grpo.run.data import (
-    check_types,
-    first_of_each_file,
-    load_data,
-    load_given,
-    load_sets,
-    warn_of_few,
-)
 from async_grpo.run.journals import CONTROL_FILE, pending_after
 from async_grpo.run.main_rank import MainRank, RunAtController
 from async_grpo.run.publication import Publication
 from async_grpo.run.recruitment import Demand, SetDemand, needed_roles, recruit, teachers_of
 from async_grpo.run.reward_trial import try_all_rewards
 from async_grpo.run.watch import RunRecord
-from async_grpo.types import (
-    GivenPair,
-    Question,
-    ResumePoint,
-    SamplingContract,
-    TrainingPair,
-    WorkerInfo,
-)
+from async_grpo.types import GivenPair, Question, ResumePoint, SamplingContract, WorkerInfo
 from async_grpo.types.snapshots import store_complaint, stored_here
 from async_grpo.util.user_code import UserCode
 from async_grpo.util.waiting import in_background
@@ -68,9 +53,9 @@ logger = logging.getLogger(__name__)
 def open_run(
     config: TrainConfig, record: RunRecord, *, start: Start, devices: Sequence[str]
 ) -> MainRank:
-    """Check everything that can be wrong, find the workers, begin the run; in this order.
+    """Check the run's options and data, find its workers, and begin it, in this order.
 
-    `devices` are the identities of every rank's, empty on a CPU.
+    `devices`: identity of each rank's device, "" on a CPU.
     """
     num_ranks, places = len(devices), config.places
     facts, address = check_model_folder(places.model_name_or_path), free_address(places)
@@ -95,7 +80,7 @@ def open_run(
     warn_of_small_store(config, cluster, dtype=dtype, num_ranks=num_ranks)
     teachers = teachers_of(controller, config)
     hashes = with_workers(hashes, teachers, workers, start=start)
-    try_all_rewards(controller, plan, first_of_each_file(config, questions))
+    try_all_rewards(controller, plan, data.first_of_each_file(config, questions))
     gateway = start_gateway(plan, controller, address) if address else None
     sender = open_sender(config.memory.weight_transport, cluster, device_id=devices[0])
     main = MainRank(
@@ -118,19 +103,19 @@ def open_run(
 def _load(
     config: TrainConfig, facts: ModelFacts, start: Start, *, num_ranks: int
 ) -> tuple[BatcherPlan, int]:
-    """The run by what its files hold, and the tokens of its longest given pair."""
-    if config.data.renderer != AUTO:  # of an environment that chats, in workers that come later
+    """Load the data, and return the plan of the run and the tokens of its longest given pair."""
+    if config.data.renderer != AUTO:  # for environments that chat; their workers start later
         find_renderer(config.places.model_name_or_path, config.data.renderer)
-    questions, held_out = load_data(config, facts)
-    sets, pairs = load_sets(config, facts), load_given(config, facts)
+    questions, held_out = data.load_data(config, facts)
+    sets, pairs = data.load_sets(config, facts), data.load_given(config, facts)
     logger.info("%d questions to train on, %d ranks", len(questions), num_ranks)
     if pairs:
         logger.info(
             "%d given pairs, for %.3g of the samples", len(pairs), 1 - config.teaching.gkd_lambda
         )
-    warn_of_few(config, len(questions))
+    data.warn_of_few(config, len(questions))
     check_vocabulary(config.teaching, facts.vocab_size)
-    check_types(config, questions, pairs)
+    data.check_types(config, questions, pairs)
     plan = plan_run(
         config, facts, questions, held_out, sets=sets, pairs=pairs, num_ranks=num_ranks,
         resume=start.point,
@@ -139,56 +124,54 @@ def _load(
 
 
 def demand_of(config: TrainConfig, facts: ModelFacts, plan: BatcherPlan) -> Demand:
-    """What the workers of a run must be able to serve, its given pairs apart."""
-    longest = {
-        each.config.name: each.questions.longest_prompt
+    """What the workers of a run must be able to serve, without its given pairs."""
+    longest = max(_longest_prompt(plan.questions), _longest_prompt(plan.held_out))
+    sets = (
+        SetDemand(each.config.name, each.sampling, _longest_prompt(each.questions))
         for each in plan.sets
-        if isinstance(each.questions, QuestionTable)
-    }
-    trained = plan.questions.longest_prompt if isinstance(plan.questions, QuestionTable) else 0
-    return Demand(
-        config,
-        facts,
-        max(trained, longest.get(UNNAMED, 0)),
-        sets=tuple(
-            SetDemand(each.config.name, each.sampling, longest[each.config.name])
-            for each in plan.sets
-            if each.config.name
-        ),
+        if each.config.name
     )
+    return Demand(config, facts, longest, sets=tuple(sets))
+
+
+def _longest_prompt(questions: Sequence[Question]) -> int:
+    """In tokens."""
+    assert isinstance(questions, QuestionTable), "as `plan_run` takes them"
+    return questions.longest_prompt
 
 
 def warn_of_small_store(
     config: TrainConfig, cluster: Cluster, *, dtype: str, num_ranks: int
 ) -> None:
-    """Say when new weights do not fit this node's object store beside those that are served."""
+    """Warn when this node's object store cannot hold new weights beside those being served."""
     shapes = ExpectedWeights.read(config.places.model_name_or_path, dtype=dtype).shapes
     model_bytes = laid_out_bytes(tuple(lay_out((n, dtype, s) for n, s in shapes.items())))
-    num_here = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))  # torchrun's, of this node
+    num_here = int(
+        os.environ.get("LOCAL_WORLD_SIZE", num_ranks)
+    )  # torchrun sets it: the ranks of this node
     store_bytes = int(cluster.resources_here().get("object_store_memory", 0))
     share = stored_here(
         num_ranks=num_ranks, num_here=num_here, shard_ranks=config.memory.shard_ranks
     )
-    complaint = store_complaint(model_bytes, store_bytes=store_bytes, share=share)
-    if complaint:
+    if complaint := store_complaint(model_bytes, store_bytes=store_bytes, share=share):
         logger.warning("%s", complaint)
 
 
 def hash_contents(
     config: TrainConfig,
     facts: ModelFacts,
-    records: Sequence[Question] | Sequence[TrainingPair],
+    records: Sequence[Record],
     *,
     pairs: Sequence[GivenPair] = (),
     start: Start,
 ) -> Future[Mapping[str, str]]:
-    """Hashes for the manifest of a checkpoint, taken meanwhile; at once where they must fit one."""
+    """Hashes for a checkpoint's manifest, from a thread; on resume compared before returning."""
     users = users_code(config)
     of_code = {what: code.sha256 for what, code in users.items()}
 
     def work() -> Mapping[str, str]:
         model = hash_model(config.places.model_name_or_path)
-        # "tokenizer" was its files' hash once: such checkpoints are held to model and data.
+        # Older checkpoints have a hash of files as "tokenizer": it is not compared.
         encoding, data = facts.tokenizer_hash, hash_data(records)
         given = {"pairs": hash_data(pairs)} if pairs else {}
         return {"model": model, "encoding": encoding, "data": data, **given, **of_code}
@@ -196,15 +179,15 @@ def hash_contents(
     hashes = in_background(work, name="hash-contents")
     if start.folder:
         model = config.places.model_name_or_path
-        paths = {"model": model, "encoding": model, "data": config.data.data_paths}
-        paths["pairs"] = config.teaching.pairs_path
+        paths = {"model": model, "encoding": model}
+        paths |= {"data": config.data.data_paths, "pairs": config.teaching.pairs_path}
         paths |= {what: code.name for what, code in users.items()}
         check_contents(start, hashes.result(), paths)
     return hashes
 
 
 def users_code(config: TrainConfig) -> dict[str, UserCode]:
-    """{what: the user's class of that part}, but for sets of --eval; raises `ConfigError`."""
+    """{part: the user's code for it}, without sets of --eval; raises `ConfigError`."""
     users = {
         "algorithm": users_algorithm(config),
         "environment": users_environment(config.data.environment),
@@ -214,9 +197,9 @@ def users_code(config: TrainConfig) -> dict[str, UserCode]:
 
 
 def hash_code(config: TrainConfig, workers: Iterable[WorkerInfo] = ()) -> dict[str, str]:
-    """sha256 of every file of the user's that decides what is trained, and of its own modules.
+    """{purpose: sha256} of the user's files that affect training, and of modules they import.
 
-    Of rewards and services these are what the `workers` have read.
+    For rewards and services, these are the files that the `workers` have read.
     """
     of_sets = environments_of_sets(config).items()
     users = users_code(config) | {f"environment of --eval {n}": code for n, code in of_sets if code}
@@ -237,7 +220,7 @@ def with_workers(
     *,
     start: Start,
 ) -> Future[Mapping[str, str]]:
-    """A manifest's hashes with those of teachers and services, which must fit a checkpoint's."""
+    """Add the hashes of teachers and services, after comparing them with a checkpoint's."""
     own = {f"teacher {name}": info for name, info in teachers.items()}
     own |= {each.role.replace(":", " "): each for each in workers if each.code}
     found = {name: info.model_hash for name, info in own.items()}
@@ -258,7 +241,7 @@ def plan_run(
     num_ranks: int,
     resume: ResumePoint | None = None,
 ) -> BatcherPlan:
-    """The run as the batcher sees it; `sets`: questions of --eval by name."""
+    """The plan of the run for the batcher; `sets`: {name: questions} of --eval."""
     seed = config.data.infinite_sampler_seed
     stream = question_stream(config, questions)
     order = MixedOrder(
@@ -268,7 +251,7 @@ def plan_run(
         samples_per_slot=config.sampling.samples_per_question,
     )
     return BatcherPlan(
-        # The batcher's process has a working directory of its own.
+        # The batcher's process has another working directory.
         config=config.but(
             output_dir=os.path.abspath(config.recording.output_dir),
             model_name_or_path=os.path.abspath(config.places.model_name_or_path),
@@ -286,8 +269,8 @@ def plan_run(
             config.sampling.temperature, facts.stop_token_ids, config.sampling.max_generation_tokens
         ),
         num_ranks=num_ranks,
-        # Later than that of any earlier run on these workers, so that they never take its
-        # weights for ours.
+        # Later than that of any earlier run on these workers: they never confuse its weights with
+        # this run's.
         incarnation=time.time_ns() // 1_000_000,
         rules=LocalRules(find_algorithm(config)),
         attention_ratio=read_attention_ratio(config),
@@ -303,7 +286,7 @@ def plan_run(
 def question_stream(
     config: TrainConfig, questions: Sequence[Question]
 ) -> QuestionStream | TypedQuestions:
-    """The order of the questions, which lie file by file."""
+    """The order in which questions are asked; the table holds them file by file."""
     seed, files = config.data.infinite_sampler_seed, config.data.data_files
     if len(files) == 1:
         return QuestionStream(len(questions), seed=seed)
@@ -317,16 +300,16 @@ def question_stream(
 
 
 def own_environments(config: TrainConfig) -> dict[str, UserCode | None]:
-    """{type: its own environment}, None where that is a shipped one; raises `ConfigError`."""
-    named = {file.type: file.environment for file in config.data.data_files if file.environment}
+    """{type: code of its own environment}, None for a shipped one; raises `ConfigError`."""
     return {
-        kind: users_environment(name, option=f"environment of --data {kind}")
-        for kind, name in named.items()
+        each.type: users_environment(each.environment, option=f"environment of --data {each.type}")
+        for each in config.data.data_files
+        if each.environment
     }
 
 
 def environments_of_sets(config: TrainConfig) -> dict[str, UserCode | None]:
-    """The same of sets of --eval, by name."""
+    """{set of --eval: code of its own environment}, None for a shipped one."""
     return {
         each.name: users_environment(each.environment, option=f"environment of --eval {each.name}")
         for each in config.evaluation.eval
@@ -335,7 +318,7 @@ def environments_of_sets(config: TrainConfig) -> dict[str, UserCode | None]:
 
 
 def read_attention_ratio(config: TrainConfig) -> float:
-    """What the model's attention costs, for packing: see `batching.packing`."""
+    """The cost of the model's attention for packing: see `batching.packing.attention_ratio`."""
     size = read_size(config.places.model_name_or_path)
     return attention_ratio(
         num_parameters=size.num_parameters,

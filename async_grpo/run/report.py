@@ -1,4 +1,4 @@
-"""What a run leaves behind while it trains: metrics, evaluations, trackers, the display."""
+"""Rank 0's report of a run: metrics, evaluations, trackers, the display."""
 
 from __future__ import annotations
 
@@ -31,17 +31,8 @@ from async_grpo.training.ranks import Absent
 from async_grpo.training.step import NO_SAMPLES, NON_FINITE, StepResult
 from async_grpo.types import EndOfStep, EvaluationResult, PipelineStatus, WorkerInfo
 from async_grpo.types.worker_info import confinement_in_words
-from async_grpo.util import files
+from async_grpo.util import files, run_folder
 from async_grpo.util.errors import ConfigError
-from async_grpo.util.run_folder import (
-    BEST_FILE,
-    CHECKPOINTS_FOLDER,
-    EVALUATIONS_FILE,
-    METRICS_FILE,
-    PARAMETERS_FILE,
-    clear,
-    cut_back,
-)
 from async_grpo.weight_sync.sync_report import SyncReport
 
 logger = logging.getLogger(__name__)
@@ -52,22 +43,24 @@ STALLS = (
 
 @dataclass(slots=True)
 class _Totals:
-    """What a checkpoint keeps of a report; one of version 0.1.0 lacks what has a default here."""
+    """The counters that a checkpoint keeps; one of version 0.1.0 lacks some, hence the defaults."""
 
     steps: int = 0
     samples: int = 0
     tokens: int = 0
-    seconds: float = 0.0  # of the run, up to the last step's end
-    skipped: dict[str, int] = field(default_factory=dict)  # steps, by why
+    seconds: float = 0.0  # of training, up to the end of the last step
+    skipped: dict[str, int] = field(default_factory=dict)  # {reason: number of steps}
     failed_checkpoints: int = 0
     batcher_restarts: int = 0
     alarms_raised: int = 0
-    ends: dict[str, list[float]] = field(default_factory=dict)  # of what `conclude` tells
-    parts: list[dict[str, Any]] = field(default_factory=list)  # with other options
+    ends: dict[str, list[float]] = field(
+        default_factory=dict
+    )  # {name: [first, last]}, for `conclude`
+    parts: list[dict[str, Any]] = field(default_factory=list)  # where options or code changed
 
 
 class Report:
-    """Rank 0's record of the run; every other rank has none."""
+    """Writes and shows what a run does; rank 0 has one, other ranks have an `Absent`."""
 
     def __init__(
         self,
@@ -77,22 +70,23 @@ class Report:
         code: Mapping[str, str] | None = None,
         gauges: RayGauges | None = None,
     ) -> None:
-        """`start`: where the run begins; None, as by default: at its first question. `code`: the
-        sha256 of the user's files, by what they are. `gauges` show its metrics to Prometheus; None:
-        nobody does.
+        """`start`: where the run starts; None: at its first question.
+
+        `code`: {what a user's file is for: its sha256}. `gauges` export metrics to Prometheus.
         """
+        start = start or Start()
         self._folder = folder = Path(config.recording.output_dir)
         _prepare(folder, config, start)
         dump = config.recording.dump_samples_filename
-        self._dump = folder / dump if dump else None  # which the batcher writes
+        self._dump = folder / dump if dump else None  # the recorder writes it
         if self._dump:
             self._dump.parent.mkdir(parents=True, exist_ok=True)
-        saved = copy.deepcopy(start.state.get("report", {})) if start else {}
+        saved = copy.deepcopy(start.state.get("report", {}))
         saved.pop("file_bytes", None)
         evaluations = saved.pop("evaluations", {})
         self._totals = _Totals(**saved)
-        self._metrics = JsonlWriter(folder / METRICS_FILE)
-        self._evaluations = JsonlWriter(folder / EVALUATIONS_FILE)
+        self._metrics = JsonlWriter(folder / run_folder.METRICS_FILE)
+        self._evaluations = JsonlWriter(folder / run_folder.EVALUATIONS_FILE)
         self.evaluations = EvaluationRecord(
             config.evaluation_sets,
             is_due=config.evaluates,
@@ -101,10 +95,9 @@ class Report:
             has_types=bool(config.data.types),
             saved=evaluations,
             write=self._evaluations.write,
-            write_best=lambda best: _write(folder / BEST_FILE, dataclasses.asdict(best)),
+            write_best=lambda it: _write(folder / run_folder.BEST_FILE, dataclasses.asdict(it)),
         )
-        if start:
-            self.evaluations.lost("the run was resumed after it", but=start.batches)
+        self.evaluations.lost("the run was resumed after it", but=start.batches)
         self._trackers = Trackers(
             config.recording, config.options(), first_step=self._totals.steps + 1
         )
@@ -115,24 +108,24 @@ class Report:
         )
         self.console = Console(num_batches=config.batching.num_training_batches)
         self._open = contextlib.ExitStack()
-        self._num_minibatches = 0  # this rank's, of the step being trained
-        self._usual_minibatches = 0  # of the step before
+        self._num_minibatches = 0  # of this rank, in the current step
+        self._usual_minibatches = 0  # in the previous step
         self._step_started = time.monotonic()
-        self._stood_still = dict.fromkeys(STALLS, 0.0)  # seconds of the step being trained
+        self._stood_still = dict.fromkeys(STALLS, 0.0)  # seconds in the current step
         self._sync: SyncReport | None = None
         self._timeouts = config.sampling.timeouts
-        self._is_bias_told = False
-        self._begin_part(start or Start(), config, code or {})
-        self._confinement: dict[str, str] = {}  # in words, by worker
+        self._has_warned_of_bias = False
+        self._begin_part(start, config, code or {})
+        self._confinement: dict[str, str] = {}  # {worker: description}
         kept = {"parts": self._totals.parts, "confinement": self._confinement}
         self._parameters = config.options() | kept
-        _write(folder / PARAMETERS_FILE, self._parameters)
+        _write(folder / run_folder.PARAMETERS_FILE, self._parameters)
 
     def _begin_part(self, start: Start, config: TrainConfig, code: Mapping[str, str]) -> None:
-        """Note with which options and files the run goes on, where these are not what they were."""
+        """Note options and user's files that differ from those of the resumed checkpoint."""
         parts, changed = self._totals.parts, changed_options(start, config)
         known = [part["code"] for part in parts if "code" in part]
-        before = known[-1] if known else code  # a checkpoint of version 0.1.0 knows none
+        before = known[-1] if known else code  # a checkpoint of version 0.1.0 has none
         edited = {
             name: {"was": before.get(name, "absent"), "is": code.get(name, "absent")}
             for name in sorted({*code, *before})
@@ -147,8 +140,7 @@ class Report:
 
     def __enter__(self) -> Self:
         self._open.enter_context(self.console)
-        closes = [file.close for file in self._files]
-        for end in (self._trackers.finish, *closes):
+        for end in (self._trackers.finish, *(file.close for file in self._files)):
             self._open.callback(end)
         return self
 
@@ -157,21 +149,21 @@ class Report:
 
     @property
     def _files(self) -> tuple[JsonlWriter, ...]:
-        """Those that grow with the run, but for the dump, which the batcher writes."""
+        """The files that grow with the run, without the dump, which the recorder writes."""
         return self._metrics, self._evaluations, self._alarms.file
 
     def workers(self, workers: Sequence[WorkerInfo]) -> None:
-        """Tell of new ones whether they confine what they run, once; heard from a thread."""
+        """Log of each new worker whether it confines users' code. Called from a thread."""
         for worker in workers:
             if not worker.confinement or worker.worker_id in self._confinement:
                 continue
             words = self._confinement[worker.worker_id] = confinement_in_words(worker.confinement)
             level = logging.WARNING if any(worker.confinement.values()) else logging.INFO
             logger.log(level, "%s: %s", worker.worker_id, words)
-            _write(self._folder / PARAMETERS_FILE, self._parameters)
+            _write(self._folder / run_folder.PARAMETERS_FILE, self._parameters)
 
     def status(self, status: PipelineStatus) -> None:
-        """What every stage is doing, and who works; heard from a thread."""
+        """Show the status of every stage and worker. Called from a thread."""
         self._gauges.repeat()
         self._alarms.see_workers(status.workers, now_s=time.monotonic())
         self._alarms.see_failures(status.failures)
@@ -179,11 +171,11 @@ class Report:
         self.console.status(status)
 
     def doing(self, what: str) -> None:
-        """What this rank computes or waits for from now on."""
+        """Show what this rank computes or waits for."""
         self.console.doing(what)
 
     def minibatch(self) -> None:
-        """Another minibatch of the current step is computed from now on."""
+        """Show that this rank begins another minibatch of the current step."""
         self._num_minibatches += 1
         usual = max(self._usual_minibatches, self._num_minibatches)
         about = f" of about {usual}" if self._usual_minibatches else ""
@@ -191,45 +183,42 @@ class Report:
         self.doing(f"training step {step}: minibatch {self._num_minibatches}{about}")
 
     def stood_still(self, metric: str, seconds: float) -> None:
-        """This rank waited; the metric, one of `STALLS`, says for what."""
+        """Add seconds that this rank waited to `metric`, one of `STALLS`."""
         self._stood_still[metric] += seconds
 
     def synced(self, sync: SyncReport) -> None:
-        """The latest sync has finished, which every line tells until the next one has."""
+        """Take the latest sync, whose values are in every row until the next one."""
         self._sync = sync
 
     def recovered(self) -> None:
-        """The controller was lost, and the run goes on at another."""
+        """Count a recovery: the controller was lost, and the run continues at another."""
         self._totals.batcher_restarts += 1
         self.evaluations.lost("the controller was lost", but=self.evaluations.newest)
 
     def spared_checkpoints(self) -> frozenset[int]:
-        """After which batches they stay, whatever is newer; asked by a thread."""
+        """Batches whose checkpoints rotation must keep. Called from a thread."""
         return self.evaluations.spared
 
     def unevaluated(self, reason: str) -> None:
-        """Nobody waits for evaluations any longer."""
+        """Close the evaluations that are still due: they will not be done."""
         self.evaluations.lost(reason)
 
     def published(self, batches: int, *, evaluates: bool = False) -> None:
-        """Weights after so many batches go out: what is due with them will be evaluated, or all."""
+        """Note the evaluations due with the weights after `batches`; all if `evaluates`."""
         self.evaluations.published(batches, evaluates=evaluates, **self._clocks)
 
     def checkpoint_failed(self) -> None:
-        """A checkpoint was given up; heard from a thread."""
+        """Count a failed checkpoint. Called from a thread too."""
         self._totals.failed_checkpoints += 1
 
     def state(self) -> dict[str, object]:
-        """The counters and how far the files go, for a checkpoint."""
+        """The counters and the files' sizes in bytes, for a checkpoint."""
         file_bytes = {file.path.name: file.path.stat().st_size for file in self._files}
-        evaluations = self.evaluations.state()
-        return dataclasses.asdict(self._totals) | {
-            "file_bytes": file_bytes,
-            "evaluations": evaluations,
-        }
+        own = {"file_bytes": file_bytes, "evaluations": self.evaluations.state()}
+        return dataclasses.asdict(self._totals) | own
 
     def sync_files(self) -> None:
-        """What is in the files by now survives a power cut, unless the disk refuses."""
+        """Sync the files, so that they survive a power cut; a disk that fails is warned of."""
         dumped = all_files(self._dump) if self._dump else ()
         for path in (*(file.path for file in self._files), *dumped):
             try:
@@ -238,7 +227,7 @@ class Report:
                 logger.warning("a power cut may cost lines of %s: %s", path, error)
 
     def step(self, end: EndOfStep, result: StepResult, *, denominator: int) -> None:
-        """One line of metrics for one gradient step, taken or skipped."""
+        """Write the row of a gradient step, taken or skipped."""
         for evaluation in end.evaluations:
             self.evaluation(evaluation)
         totals = self._totals
@@ -254,11 +243,8 @@ class Report:
         totals.samples += end.num_samples
         totals.tokens += end.num_tokens
         facts = {
-            "step": totals.steps,
+            **self._clocks,
             "iteration": end.batch,
-            "total_samples_accumulated": totals.samples,
-            "total_tokens": totals.tokens,
-            "total_seconds": totals.seconds,
             "optimizer_steps": result.clocks.steps,
             "optimizer_samples": result.clocks.samples,
             "optimizer_tokens": result.clocks.tokens,
@@ -299,10 +285,10 @@ class Report:
         self._step_started = now
 
     def _rank_time(self, meters: Mapping[str, float], seconds: float) -> dict[str, float]:
-        """What arithmetic is told by: time of all ranks, and what their peaks would do in it."""
+        """Seconds of all ranks, and the Tflop that their peak would compute in this time."""
         if "num_ranks" not in meters:
             return {}
-        peak = meters.get("peak_tflops", 0.0)  # the sum of the ranks'
+        peak = meters.get("peak_tflops", 0.0)  # of all ranks together
         return {
             "rank_seconds": seconds * meters["num_ranks"],
             "peak_tflop": peak * seconds,
@@ -310,9 +296,9 @@ class Report:
         }
 
     def _warn_of_bias(self, timed_out: float | None) -> None:
-        if timed_out is None or self._is_bias_told:
+        if timed_out is None or self._has_warned_of_bias:
             return
-        self._is_bias_told = True
+        self._has_warned_of_bias = True
         logger.warning(
             "%.1f %% of the samples of gradient step %d took longer than %s and were dropped: "
             "training favours short outputs; without a limit none is dropped",
@@ -322,18 +308,22 @@ class Report:
         )
 
     def evaluation(self, result: EvaluationResult) -> None:
-        """One line for one set of held-out questions."""
+        """Write the line of an evaluated set of held-out questions."""
         if row := self.evaluations.ended(result):
-            self._chart({key: row[key] for key in row if _is_chart(key, row[key])})
+            wanted = (key for key in row if key.startswith("eval_") or key == "batch")
+            self._chart({key: row[key] for key in wanted if isinstance(row[key], int | float)})
 
     def held_out_loss(self, result: HeldOutLoss) -> None:
-        """One line for one pass over the held-out pairs."""
-        self._evaluated({"eval_loss": result.mean, **dataclasses.asdict(result)})
+        """Write the line of an evaluation on the held-out pairs."""
+        measured = {"eval_loss": result.mean, **dataclasses.asdict(result)}
+        seconds = self._totals.seconds + time.monotonic() - self._step_started
+        self._evaluations.write(self._clocks | {"total_seconds": seconds} | measured)
+        self._chart(measured)
         self._see("held-out loss", result.mean)
         logger.info("held-out loss %.4f a token, of %d", result.mean, result.num_tokens)
 
     def conclude(self) -> None:
-        """Sum up a supervised run, resumed parts included."""
+        """Log the totals of a supervised run, earlier parts included."""
         rate = self._totals.tokens / self._totals.seconds if self._totals.seconds else None
         parts = [
             f"{self._totals.steps} steps of {number(self._totals.tokens)} trained tokens in "
@@ -345,14 +335,9 @@ class Report:
         ]
         logger.info("%s", "; ".join(parts))
 
-    def _evaluated(self, measured: Mapping[str, float]) -> None:
-        seconds = self._totals.seconds + time.monotonic() - self._step_started
-        self._evaluations.write(self._clocks | {"total_seconds": seconds} | dict(measured))
-        self._chart(measured)
-
     @property
     def _clocks(self) -> dict[str, float]:
-        """Where the run is, as every line of an evaluation says."""
+        """The run's progress, which is in every row of metrics and evaluations."""
         return {
             "step": self._totals.steps,
             "total_samples_accumulated": self._totals.samples,
@@ -361,7 +346,7 @@ class Report:
         }
 
     def _chart(self, measured: Mapping[str, float]) -> None:
-        """At the step of this moment: not every tracker takes one that is past."""
+        """Chart at the current step: not every tracker accepts an earlier one."""
         self._gauges.see_evaluation(measured)
         charts = {f"evaluation/{name}": value for name, value in measured.items()}
         self._trackers.log(charts, step=self._totals.steps)
@@ -374,21 +359,18 @@ class Report:
 def _write(path: Path, values: Mapping[str, object]) -> None:
     try:
         write_json_atomic(path, values)
-    except ConfigError as error:  # of a run that goes on: nothing but a checkpoint is needed
+    except ConfigError as error:  # the run can do without the file
         logger.warning("%s", error)
 
 
-def _is_chart(name: str, value: object) -> bool:
-    return (name.startswith("eval_") or name == "batch") and isinstance(value, int | float)
-
-
-def _prepare(folder: Path, config: TrainConfig, start: Start | None) -> None:
-    """The files of the run as they are where it begins."""
-    if start and start.source:
-        cut_back(folder, start.state["report"]["file_bytes"], source=start.source)
+def _prepare(folder: Path, config: TrainConfig, start: Start) -> None:
+    """Remove an older run's files, or cut those of a resumed run back to its checkpoint."""
+    if start.source:
+        run_folder.cut_back(folder, start.state["report"]["file_bytes"], source=start.source)
         return
     dump = config.recording.dump_samples_filename
     dumped = [str(path) for path in all_files((folder / dump).absolute())] if dump else []
-    folders = (CHECKPOINTS_FOLDER, SUSPECTS_FOLDER, LOG_FOLDER)
-    own = (METRICS_FILE, EVALUATIONS_FILE, ALARMS_FILE, CONTROL_FILE, BEST_FILE)
-    clear(folder, files=(*own, *dumped), folders=folders)
+    folders = (run_folder.CHECKPOINTS_FOLDER, SUSPECTS_FOLDER, LOG_FOLDER)
+    own = (run_folder.METRICS_FILE, run_folder.EVALUATIONS_FILE, run_folder.BEST_FILE)
+    own = (*own, ALARMS_FILE, CONTROL_FILE)
+    run_folder.clear(folder, files=(*own, *dumped), folders=folders)
