@@ -37,8 +37,8 @@ Rank 0 and the other ranks, the controller and each worker are processes of thei
                    training/stream.__next__ brings rank 0 what came of them
     step           ─▶ training/learner.update ─▶ training/recorder.audit ─▶ training/step.finish
     its record     training/recorder.end_step; async-grpo replay: run/replaying.replay
-    a request      ─▶ controller/controller.control ─▶ batching/controls.ask, beside all this
-      its batch ends ─▶ batching/controls.take ─▶ run/loop.train_steps ─▶ training/learner.set
+    a request      ─▶ controller/controller.control ─▶ batching/records.ask, beside all this
+      its batch ends ─▶ batching/records.take ─▶ run/loop.train_steps ─▶ training/learner.set
     batch          ─▶ run/sampled_data.publish, checkpoint/saving.batch_ended: from the top
 
 Every loop of it, what it waits for, and what unblocks it:

@@ -15,12 +15,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from async_grpo.batching.admission import StepKey
-from async_grpo.batching.controls import Controls
 from async_grpo.batching.evaluations import Evaluations
 from async_grpo.batching.ledger import FATES, Ledger
 from async_grpo.batching.packing import Item, Key, estimate_cost
 from async_grpo.batching.pipeline import SlotPipeline
-from async_grpo.batching.records import BatcherPlan
+from async_grpo.batching.records import BatcherPlan, Controls
 from async_grpo.batching.rounds import Outbox, Round, RoundFormer
 from async_grpo.batching.sample_log import SampleLog
 from async_grpo.batching.slots import Begin, Slots

@@ -1,4 +1,4 @@
-"""The plan of a run, which the trainer hands the controller once, at its start."""
+"""The plan of a run, which the trainer hands the controller at its start, and its later changes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Protocol
 from async_grpo.batching.admission import FIRST_STEP, AdmissionWindow, StepKey
 from async_grpo.batching.packing import DEFAULT_ATTENTION_RATIO
 from async_grpo.config.evaluation_sets import UNNAMED, EvaluationSet
-from async_grpo.config.train_config import TrainConfig
+from async_grpo.config.train_config import LIVE, TrainConfig, with_settings
 from async_grpo.types import (
+    AT_ONCE,
     Control,
     EpisodesRequest,
     GenerationRequest,
@@ -22,10 +23,13 @@ from async_grpo.types import (
     SamplingContract,
     WeightsVersion,
 )
+from async_grpo.util.errors import ConfigError
 from async_grpo.util.user_code import UserCode
 
 if TYPE_CHECKING:
     from async_grpo.algorithms.base import GroupRules
+
+NUM_CONTROLS_SHOWN = 100  # the latest requests, in the status of the run
 
 
 class ReplacementOf(Protocol):
@@ -41,7 +45,7 @@ class SeedOf(Protocol):
 
 
 def no_pairs(ordinal: int) -> tuple[int, ...]:
-    """Of a run in which every slot asks a question."""
+    """`pairs_of` in a run whose slots all ask a question."""
     return ()
 
 
@@ -60,35 +64,36 @@ class BatcherPlan:
 
     config: TrainConfig
     questions: Sequence[Question]  # a `data.table.QuestionTable`: read by index
-    held_out: Sequence[Question]  # the unnamed set of evaluations; may be empty
+    held_out: Sequence[Question]  # the unnamed evaluation set; may be empty
     order: Callable[[int], int]  # ordinal -> index of its question
-    replacement: ReplacementOf  # asked with dynamic sampling only
-    seed_of: SeedOf | None  # None: engines draw their own
+    replacement: ReplacementOf  # called with dynamic sampling only
+    seed_of: SeedOf | None  # None: engines draw their own seeds
     sampling: SamplingContract
     num_ranks: int
     incarnation: int
-    rules: GroupRules  # the algorithm's, which finish groups
+    rules: GroupRules  # of the algorithm: they finish groups
     attention_ratio: float = DEFAULT_ATTENTION_RATIO  # tokens, see packing.attention_ratio
     resume: ResumePoint | None = None  # None: from the first question
-    environment: UserCode | None = None  # of types without their own; None: one answer
-    environments: Mapping[str, UserCode | None] = field(default_factory=dict)  # own ones, by type
-    services: tuple[str, ...] = ()  # roles of the user's own that environments ask
+    # The environment of questions whose type has none of its own; None: they get one answer.
+    environment: UserCode | None = None
+    environments: Mapping[str, UserCode | None] = field(default_factory=dict)  # by type
+    services: tuple[str, ...] = ()  # user-defined roles that environments ask
     max_positions: int = sys.maxsize  # of the model, in tokens
     pairs: Sequence[GivenPair] = ()  # a `data.table.GivenTable`
-    # ordinal -> indices of the pairs of its slot; none where it asks a question
+    # ordinal -> indices of the pairs of its slot; empty if the slot asks a question
     pairs_of: Callable[[int], tuple[int, ...]] = no_pairs
     vocab_size: int = sys.maxsize  # of the model
     object_store_bytes: int = 0  # of the cluster
-    epoch: int = 0  # of the run: the controller says it when the run begins
-    settings: Mapping[str, object] = field(default_factory=dict)  # options that were set since
-    pending: tuple[Control, ...] = ()  # what was asked, and waits for the end of a batch
+    epoch: int = 0  # of the run: the controller sets it when the run begins
+    settings: Mapping[str, object] = field(default_factory=dict)  # options set since the start
+    pending: tuple[Control, ...] = ()  # requests that wait for the end of a batch
     named_sets: Mapping[str, Sequence[Question]] = field(default_factory=dict)  # of --eval
-    # Of named sets that have one of their own; None: one answer.
+    # Environments of named sets that have their own; None: their questions get one answer.
     set_environments: Mapping[str, UserCode | None] = field(default_factory=dict)
 
     @property
     def sets(self) -> tuple[SetPlan, ...]:
-        """All sets of held-out questions that are not empty, as they are sampled."""
+        """All sets of held-out questions that are not empty, and how each is sampled."""
         unnamed = ((EvaluationSet(name=UNNAMED), self.held_out),)
         named = ((each, self.named_sets.get(each.name, ())) for each in self.config.evaluation.eval)
         return tuple(
@@ -99,11 +104,11 @@ class BatcherPlan:
 
     @property
     def first_step(self) -> StepKey:
-        """With which the run begins, or goes on."""
+        """The step with which the run begins or resumes."""
         return StepKey(self.resume.batch, self.resume.step_in_batch) if self.resume else FIRST_STEP
 
     def window(self, *, max_staleness: int) -> AdmissionWindow:
-        """Which slots may start."""
+        """The window that admits slots from `first_step` on."""
         return AdmissionWindow(
             self.config.batching.batch_size,
             questions_per_step=self.config.batching.questions_per_step,
@@ -114,19 +119,19 @@ class BatcherPlan:
         )
 
     def index(self, ordinal: int, *, attempt: int) -> int:
-        """Which question a slot asks at one attempt, from 0."""
+        """The index of the question that a slot asks at one attempt, from 0."""
         return self.replacement(ordinal, attempt=attempt) if attempt else self.order(ordinal)
 
     def type_of(self, ordinal: int) -> str:
-        """Of the question that a slot asks; empty where it has given pairs."""
+        """The type of the question that a slot asks; empty if it has given pairs."""
         return "" if self.pairs_of(ordinal) else self.questions[self.order(ordinal)].dataset_type
 
     def given(self, ordinal: int) -> tuple[GivenPair, ...]:
-        """The pairs of a slot of given ones; empty where it asks a question."""
+        """The given pairs of a slot; empty if it asks a question."""
         return tuple(self.pairs[index] for index in self.pairs_of(ordinal))
 
     def draw(self, ordinal: int, *, attempt: int) -> tuple[Question, GenerationRequest]:
-        """The question of a slot at one attempt, from 0, and what is asked of an engine."""
+        """The question of a slot at one attempt, from 0, and the request to an engine."""
         question = self.questions[self.index(ordinal, attempt=attempt)]
         request = GenerationRequest(
             ordinal,
@@ -145,9 +150,9 @@ class BatcherPlan:
         oldest: WeightsVersion,
         of_set: str = UNNAMED,
     ) -> EpisodesRequest | None:
-        """What an environment worker is asked in the place of an engine; None: nothing.
+        """The request to an environment worker; None: the question is answered by an engine.
 
-        `of_set`: the evaluation that it is for, which may have an environment of its own.
+        `of_set`: the evaluation set of the question, which may have its own environment.
         """
         of_type = self.environments.get(question.dataset_type, self.environment)
         environment = self.set_environments.get(of_set, of_type)
@@ -162,7 +167,7 @@ class BatcherPlan:
             oldest,
             environment,
             min(self.config.batching.max_tokens_per_gpu, self.max_positions),
-            self.config.places.stall_timeout_s / 2,  # before the lease ends, and says less
+            self.config.places.stall_timeout_s / 2,  # the worker reports before its lease ends
             RunId(self.incarnation, self.epoch),
             self.config.places.model_name_or_path,
             self.config.data.renderer,
@@ -174,10 +179,71 @@ class BatcherPlan:
 
 
 def sampling_of(found: EvaluationSet, trained: SamplingContract) -> SamplingContract:
-    """How a set is sampled: as training is, but for what the set says."""
+    """How a set is sampled: like training, except for what the set overrides."""
     return replace(
         trained,
         temperature=trained.temperature if found.temperature is None else found.temperature,
         max_tokens=found.max_tokens or trained.max_tokens,
         top_p=found.top_p,
     )
+
+
+class Controls:
+    """Requests of `async-grpo control`: taken at any time, in force once the batch has ended."""
+
+    def __init__(self, plan: BatcherPlan) -> None:
+        self._config = plan.config  # as the run began
+        self.settings: dict[str, object] = dict(plan.settings)  # in force now
+        self.waiting: tuple[Control, ...] = ()  # for the end of the batch
+        self._asked: dict[str, Control] = {}  # by id
+        for control in plan.pending:
+            self.ask(control)
+
+    @property
+    def asked(self) -> tuple[Control, ...]:
+        """The latest requests, the oldest first."""
+        return tuple(self._asked.values())[-NUM_CONTROLS_SHOWN:]
+
+    @property
+    def options(self) -> dict[str, object]:
+        """The options that may be set, with the values in force now."""
+        live = with_settings(self._config, self.settings).options()
+        return {name: live[name] for name in LIVE}
+
+    @property
+    def staleness(self) -> tuple[int, int]:
+        """--max-staleness in force now, and from the next batch on."""
+        now = with_settings(self._config, self.settings)
+        following = with_settings(self._config, self._next())
+        return now.sampling.max_staleness, following.sampling.max_staleness
+
+    def ask(self, control: Control) -> None:
+        """Take a request; raises `ConfigError` for one that this run cannot fulfil."""
+        if control.id in self._asked:
+            return
+        with_settings(self._config, self._next() | dict(control.settings))
+        if control.action == "evaluate" and not self._config.evaluation_sets:
+            raise ConfigError(
+                "evaluate needs held-out questions, this run has none: start it with "
+                "--eval-data-path"
+            )
+        if control.action == "stop" and not self._config.recording.checkpoint_every_batches:
+            raise ConfigError(
+                "stop needs a checkpoint to stop at, this run writes none "
+                "(--checkpoint-every-batches 0): Ctrl-C ends it"
+            )
+        self._asked[control.id] = control
+        if control.action not in AT_ONCE:
+            self.waiting += (control,)
+
+    def take(self) -> tuple[Control, ...]:
+        """A batch has ended: return the requests that waited for it, now in force."""
+        taken, self.settings, self.waiting = self.waiting, self._next(), ()
+        return taken
+
+    def _next(self) -> dict[str, object]:
+        """The settings of the next batch."""
+        settings = dict(self.settings)
+        for control in self.waiting:
+            settings |= control.settings
+        return settings

@@ -1,8 +1,8 @@
-"""A run while the controller serves it: its batcher, and what is asked of it beside the batcher.
+"""A run while the controller serves it: its batcher, evaluations, and calls beside the batcher.
 
-consumes:     what the trainer, workers under leases and `async-grpo control` ask
-produces:     items for ranks, results of evaluations, answers of workers, what is shown of the run
-waits for:    workers; ranks that ask
+consumes:     requests of the trainer, of workers under leases and of `async-grpo control`
+produces:     items for ranks, results of evaluations, answers of workers, the run's status
+waits for:    workers; ranks that ask for items
 unblocked by: answers; published weights
 """
 
@@ -15,11 +15,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from async_grpo.batching.batcher import ExperienceBatcher
-from async_grpo.batching.controls import Controls
 from async_grpo.batching.evaluations import Evaluations
 from async_grpo.batching.leased_work import LAST
 from async_grpo.batching.pipeline import SlotPipeline
-from async_grpo.batching.records import BatcherPlan
+from async_grpo.batching.records import BatcherPlan, Controls
 from async_grpo.config.roles import ENVIRONMENT, GENERATION, VERIFIER, judge, named
 from async_grpo.controller.leases import Lease
 from async_grpo.controller.registry import WorkerRegistry
@@ -53,15 +52,15 @@ class ServedRun:
         *,
         trainer: str = "",
     ) -> None:
-        """`registry_of`: of a role, by its name. `recorder`: None dumps no samples. `trainer`: as
-        people know it.
+        """`registry_of(role)` is the registry of a role. `recorder`: None dumps no samples.
+        `trainer`: its name in messages.
         """
         config = plan.config
         self.id = RunId(plan.incarnation, plan.epoch)
         self.trainer = trainer
         self.folder = config.recording.output_dir
-        self.silent_ticks = 0  # of the controller, since the trainer was heard
-        self.calls: set[asyncio.Task[object]] = set()  # that end with the run
+        self.silent_ticks = 0  # of the controller, since the trainer's last sign of life
+        self.calls: set[asyncio.Task[object]] = set()  # cancelled when the run ends
         self.pipeline = SlotPipeline(plan, registry_of)
         self.controls = Controls(plan)
         self.evaluations = Evaluations(plan, self.pipeline, registry_of, begin=self._begin)
@@ -78,17 +77,18 @@ class ServedRun:
         scorers = named((need.role for need in plan.rules.needs), config.teacher_names)
         judges = map(judge, config.data.judge_names)
         self._roles = (GENERATION, *scorers, *judges, *plan.services)
-        self._tasks: set[asyncio.Task[None]] = set()  # slots, evaluations, what sends rounds
+        self._num_batches = config.batching.num_training_batches
+        self._tasks: set[asyncio.Task[None]] = set()  # slots, evaluations, the sending of rounds
 
     async def published(self, version: WeightsVersion) -> None:
-        """Weights are out: slots start, and the evaluations that are due with them."""
+        """Weights are published: slots start, and the evaluations that are due."""
         await self.batcher.published(version)
         self.evaluations.published(version)
 
     def control(self, control: Control) -> None:
-        """Take a request, for the end of the batch; a larger staleness opens the window now.
+        """Take a request for the end of the batch; a larger staleness opens the window now.
 
-        Raises `ConfigError` for one that cannot be.
+        Raises `ConfigError` for one that this run cannot fulfil.
         """
         self.controls.ask(control)
         self.batcher.control_asked()
@@ -114,19 +114,19 @@ class ServedRun:
         )
 
     def running(self, registries: Collection[WorkerRegistry]) -> RunStatus:
-        """What may be asked of the run, and of whom."""
+        """The options, batches and workers that a request may name."""
         draining = {name for registry in registries for name in registry.draining}
         members = [member.info for registry in registries for member in registry.members]
         return RunStatus(
             self.batcher.status().batch,
-            self.controls.num_batches,
+            self._num_batches,
             self.controls.options,
             self.controls.waiting,
             {info.worker_id: (info.role, info.worker_id in draining) for info in members},
         )
 
     async def teacher_head(self, role: str) -> tuple[Awaitable[Arrays], ...]:
-        """The reference of what makes logits of a teacher's hidden states, in a container."""
+        """The reference to a teacher's head (which turns hidden states into logits), in a tuple."""
         while True:
             lease = self._registry_of(role).lease(0, timeout_s=self._stall_timeout_s)
             try:
@@ -147,12 +147,12 @@ class ServedRun:
         prefer: str | None,
         owner: Lease | None,
     ) -> object:
-        """As `Controller.ask`; `owner` is the lease under which the asker works, if any."""
+        """As `Controller.ask`; `owner` is the lease of the asking worker, if it has one."""
         terms = owner.terms if owner else None
-        if role == VERIFIER:  # as for any sample: a connection that fails is asked again
+        if role == VERIFIER:  # through the batcher's grading, which asks again after failures
             rewards = terms.rewards if terms else ()
             return await self.pipeline.grading.verdicts(request.outputs, rewards=rewards)
-        if role == ENVIRONMENT:  # an episode waits for a server of its own
+        if role == ENVIRONMENT:  # an episode reports that it waits for its server
             await self.outage(request, ends_run=terms is None)
         is_last = role == GENERATION and terms is not None
         lease = self._registry_of(role).lease(
@@ -167,7 +167,7 @@ class ServedRun:
         return answer
 
     async def outage(self, request: OutageRequest, *, ends_run: bool = True) -> NoReturn:
-        """An episode waits for a server, until this is cancelled; too long a wait ends the run."""
+        """An episode waits for a server until this is cancelled; a timeout fails the run."""
         try:
             await self.pipeline.workers.outages.last(request)
         except DeadlineError as error:
@@ -182,10 +182,10 @@ class ServedRun:
         return task
 
     def _has_ended(self, task: asyncio.Task[None]) -> None:
-        """Every rank gets the first failure, instead of waiting for a round."""
+        """Pass a failure on to every rank that waits for a round."""
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
-        if isinstance(error, ProcessLostError):  # to a rank, it would mean this process
+        if isinstance(error, ProcessLostError):  # a rank would take it for the controller's end
             error = WorkerError(str(error))
         if error is not None:
             self.batcher.fail(error)

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from scripted_run import make_plan
 
 from async_grpo.batching.admission import AdmissionWindow
-from async_grpo.batching.controls import Controls
+from async_grpo.batching.records import Controls
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.types import Control
 from async_grpo.util.errors import ConfigError
