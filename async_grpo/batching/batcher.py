@@ -128,7 +128,7 @@ class ExperienceBatcher:
         item, *end = await self._outbox.take(rank, index)
         assert isinstance(item, Minibatch), "only minibatches have tickets"
         lost = tuple(sample for sample in item.samples if sample.key in keys)
-        again = await self._pipeline.scoring.taught_again(lost, self._plan.sampling.temperature)
+        again = await self._pipeline.scoring.taught_again(lost)
         found = {sample.key: sample for sample in again}
         samples = tuple(found.get(sample.key, sample) for sample in item.samples)
         item = replace(item, samples=samples)

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from async_grpo.batching.admission import StepKey
 from async_grpo.batching.failures import SlotFailed, nothing_graded
 from async_grpo.batching.leased_work import LAST, EvaluationTerms
-from async_grpo.batching.ledger import Ledger, SlotBooks
+from async_grpo.batching.ledger import Ledger, SlotAccount
 from async_grpo.batching.pipeline import SlotPipeline
 from async_grpo.batching.records import BatcherPlan, SetPlan
 from async_grpo.config.roles import ENVIRONMENT, GENERATION
@@ -198,13 +198,10 @@ class SetEvaluation:
             priority=LAST,
         )
         try:
+            terms = EvaluationTerms(config.name, config.rewards, self.hold)
+            account = SlotAccount(self._ledger, number, terms)
             episodes, verdicts = await self.pipeline.play(
-                question,
-                request,
-                oldest=self.version,
-                slot=("held out", config.name, number),
-                books=SlotBooks(self._ledger, number),
-                terms=EvaluationTerms(config.name, config.rewards, self.hold),
+                question, request, oldest=self.version, account=account
             )
         except (SlotFailed, NoWorkerError) as error:
             whose = f" of {config.name}" if config.name else ""

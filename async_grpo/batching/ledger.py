@@ -9,13 +9,16 @@ the place of what was admitted, for tokens. Memory is that of the open slots and
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from async_grpo.batching.admission import StepKey
 from async_grpo.types import PlayedGroup, Turn
 from async_grpo.util.errors import WorkerError
+
+if TYPE_CHECKING:
+    from async_grpo.batching.leased_work import EvaluationTerms
 
 Fate = Literal["trained", "zero_contribution", "failed", "discarded", "replaced"]
 # Also the order in which a slot takes its fate from its samples: one trained sample makes it
@@ -310,19 +313,25 @@ def _require(condition: bool, message: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class SlotBooks:
-    """The ledger as the work on one slot sees it, until its group is finished."""
+class SlotAccount:
+    """The account of one slot in a ledger, which its work writes to until the group is finished."""
 
     ledger: Ledger
     ordinal: int
-    resampled: Counter[str] = field(default_factory=Counter)  # times, by reason: the whole group
+    terms: EvaluationTerms | None = None  # of a held-out question; None: the slot is trained
+    resampled: Counter[str] = field(default_factory=Counter)  # whole groups, by reason
+
+    @property
+    def slot(self) -> Hashable:
+        """Identifies it: the slots of a run and its held-out questions share ordinals."""
+        return ("held out", self.terms.name, self.ordinal) if self.terms else self.ordinal
 
     def received(self, turns: Sequence[Turn]) -> None:
-        """An engine has answered."""
+        """An engine has answered with these turns."""
         self.ledger.receive(self.ordinal, num_tokens=sum(len(turn.token_ids) for turn in turns))
 
     def sampled_again(self, reason: str) -> None:
-        """All that is in flight is lost."""
+        """All samples in flight are lost, and sampled again."""
         self.resampled[reason] += 1
         self.ledger.reissue(self.ordinal, fate="discarded", reason=reason)
 
@@ -332,14 +341,14 @@ class SlotBooks:
         return self.ledger.tokens_in_flight(self.ordinal) > 0
 
     def played_again(self, again: Mapping[str, tuple[int, int]]) -> None:
-        """Episodes that an environment worker has played again, see `PlayedGroup`."""
+        """Discard the episodes that an environment worker has played again, by reason."""
         for reason, (num_episodes, num_tokens) in again.items():
             self._discard(num_episodes, num_tokens, reason)
 
     def played(self, group: PlayedGroup) -> None:
-        """Discard what is not in the episodes that have ended.
+        """Discard the received tokens that are in no episode of the group.
 
-        Raises `WorkerError` for more tokens than engines have answered.
+        Raises `WorkerError` if the episodes have more tokens than engines have answered.
         """
         num_tokens = sum(episode.num_sampled_tokens for episode in group.episodes)
         num_again = sum(tokens for _, tokens in group.again.values())

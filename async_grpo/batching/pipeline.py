@@ -1,8 +1,8 @@
-"""One slot on its way from a question to a finished group, with retries.
+"""From a question to a finished group: sampling, grading, scoring and retries of one slot.
 
 consumes:     a question, and the oldest weights version that its tokens may come from
 produces:     a `Group` with advantages and reference log-probabilities
-waits for:    leases, generation, verdicts, reference log-probabilities; as long as they move
+waits for:    leases, generation, verdicts, reference log-probabilities, while workers progress
 unblocked by: free workers of each role
 """
 
@@ -11,12 +11,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from async_grpo.batching.admission import StepKey
 from async_grpo.batching.failures import (
     Grading,
     Requests,
@@ -26,14 +27,14 @@ from async_grpo.batching.failures import (
 )
 from async_grpo.batching.leased_work import (
     AFTER_LOSS_S,
-    EvaluationTerms,
     LeasedWork,
     LeasedWorkers,
     check_completions,
     check_episodes,
 )
-from async_grpo.batching.ledger import SlotBooks
+from async_grpo.batching.ledger import SlotAccount
 from async_grpo.batching.records import BatcherPlan
+from async_grpo.batching.rounds import StepGroups
 from async_grpo.batching.scoring import SampleScoring
 from async_grpo.batching.statistics import StageClock
 from async_grpo.batching.teachers import PayloadBuffer, Teachers
@@ -63,31 +64,30 @@ from async_grpo.util.errors import ConfigError, DeadlineError, NoWorkerError
 if TYPE_CHECKING:
     from async_grpo.controller.registry import WorkerRegistry
 
-TIMED_OUT = "generation timeout"  # the stage that loses an output longer than the user wants
+TIMED_OUT = "generation timeout"  # stage of a failure: an output is longer than the user wants
 Played = tuple[tuple[Episode, ...], tuple[Verdict, ...]]
-JoinStep = Callable[[Group], Awaitable[Group]]  # waits for advantages that the whole step decides
 
 
 class SlotPipeline:
-    """Runs slots; holds nothing between them but counts and the suspects of the quarantine."""
+    """Runs slots; keeps nothing between them but counts, and what their workers share."""
 
     def __init__(self, plan: BatcherPlan, registry_of: Callable[[str], WorkerRegistry]) -> None:
-        """`registry_of`: of a role, by its name."""
+        """`registry_of(role)` is the registry of a role."""
         config, limit_s = plan.config, plan.config.places.stall_timeout_s
         self._plan = plan
         self._registry_of = registry_of
-        self._judged = Counter[str]()  # what judges have said since it was taken
-        self._sampled = Counter[str]()  # groups, and those that were sampled again
+        self._judged = Counter[str]()  # answers of judges and services since the last call
+        self._sampled = Counter[str]()  # groups, and those of them that were sampled again
         excluded = plan.resume.quarantined if plan.resume else ()
         self.workers = LeasedWorkers(registry_of, timeout_s=limit_s, quarantined=excluded)
         self.grading = Grading(self._verify, timeout_s=limit_s, progress=self.workers.progress)
         self.stages = StageClock(time.monotonic())
         batching, first = config.batching, plan.first_step
+        self.step_groups = StepGroups(plan.rules, num_slots=batching.questions_per_step)
         self.scoring = SampleScoring(
+            plan,
             self.workers,
             self._in_stage,
-            max_staleness=config.sampling.max_staleness,
-            needs=plan.rules.needs,
             teachers=Teachers(plan, registry_of),
             payloads=PayloadBuffer(
                 int(config.teaching.teacher_buffer_gib * 2**30) or plan.object_store_bytes // 4,
@@ -98,7 +98,7 @@ class SlotPipeline:
         )
 
     def take_clock(self) -> dict[str, float]:
-        """Seconds by stage since the last call, and what was done again in that time."""
+        """Seconds by stage since the last call, and counts of what was repeated in that time."""
         judged, self._judged = self._judged, Counter()
         sampled, self._sampled = self._sampled, Counter()
         lost = self._registry_of(GENERATION).take_lost()
@@ -107,7 +107,7 @@ class SlotPipeline:
         )
 
     def answered(self, request: object, answer: object) -> None:
-        """An environment has been answered: what judges and services say is counted."""
+        """Count an answer that an environment got, if a judge or a service gave it."""
         if isinstance(request, JudgeRequest) and isinstance(answer, JudgeAnswer):
             self._judged.update(
                 judge_answers=1, judge_tokens=answer.num_tokens, judge_asked_again=request.is_again
@@ -115,9 +115,9 @@ class SlotPipeline:
         elif isinstance(request, ServiceRequest):
             self._judged["service_answers"] += 1
 
-    def sampled(self, books: SlotBooks) -> None:
-        """A group was sampled, or given up."""
-        again = [f"resampled_groups_{why}" for why in books.resampled]
+    def sampled(self, account: SlotAccount) -> None:
+        """Count a group that was sampled, or given up."""
+        again = [f"resampled_groups_{why}" for why in account.resampled]
         counts = {"sampled_groups": 1, "resampled_groups": int(bool(again))}
         self._sampled.update(counts | dict.fromkeys(again, 1))
 
@@ -125,20 +125,17 @@ class SlotPipeline:
         self,
         question: Question,
         request: GenerationRequest,
+        step: StepKey,
         *,
         oldest: WeightsVersion,
-        reference: WeightsVersion,
-        join_step: JoinStep,
-        books: SlotBooks,
+        account: SlotAccount,
     ) -> Group:
         """The group of one slot at one attempt, finished or to be replaced by another question.
 
-        `books` get what engines answer, and what of it is sampled again. Raises `SlotFailed` naming
-        the stage that lost the group.
+        `account` counts the tokens that engines answer, and those that are sampled again. Raises
+        `SlotFailed` with the stage that failed.
         """
-        episodes, verdicts = await self.play(
-            question, request, oldest=oldest, slot=request.ordinal, books=books
-        )
+        episodes, verdicts = await self.play(question, request, oldest=oldest, account=account)
         samples = tuple(
             Sample(
                 request.ordinal,
@@ -151,28 +148,20 @@ class SlotPipeline:
             )
             for index, (episode, verdict) in enumerate(zip(episodes, verdicts, strict=True))
         )
-        group = Group(request.ordinal, request.attempt, samples)
-        return await self.finish(
-            group,
-            temperature=request.sampling.temperature,
-            reference=reference,
-            join_step=join_step,
-        )
+        return await self.finish(Group(request.ordinal, request.attempt, samples), step)
 
-    async def finish(
-        self, group: Group, *, temperature: float, reference: WeightsVersion, join_step: JoinStep
-    ) -> Group:
-        """The group with scores, advantages and masks; a given one has no advantages to wait for.
+    async def finish(self, group: Group, step: StepKey) -> Group:
+        """The group with scores, advantages and masks; a given one needs no advantages of its step.
 
-        Raises `SlotFailed` naming the stage that lost the group.
+        Raises `SlotFailed` with the stage that failed.
         """
-        scored = partial(self.scoring.with_scores, temperature=temperature, version=reference)
+        scored = partial(self.scoring.with_scores, version=self._plan.reference_of(step))
         group = await scored(group, before_advantages=True)
         group = await self._plan.rules.finish_group(group)
         if group.is_replaced:
             return group
         if self._plan.rules.waits_for_step and not group.is_given:
-            group = await join_step(group)
+            group = await self.step_groups.join(step, group)
         return await scored(group, before_advantages=False)
 
     async def play(
@@ -181,22 +170,18 @@ class SlotPipeline:
         request: GenerationRequest,
         *,
         oldest: WeightsVersion,
-        slot: Hashable,
-        books: SlotBooks,
-        terms: EvaluationTerms | None = None,
+        account: SlotAccount,
     ) -> Played:
         """The group's episodes and a verdict for each, in the environment of the question's type.
 
-        `slot` tells apart what shares an ordinal: a run's slots and held-out questions, which have
-        `terms`.
+        No token is of weights older than `oldest`. Raises `SlotFailed` with the stage that failed.
         """
+        terms = account.terms
         of_set, rewards = (terms.name, terms.rewards) if terms else ("", ())
         if asked := self._plan.episodes_request(question, request, oldest, of_set):
-            episodes, verdicts = await self._play_elsewhere(asked, slot, books, terms)
+            episodes, verdicts = await self._play_elsewhere(asked, account)
         else:
-            turns = await self._generate(
-                request, oldest=oldest, slot=slot, books=books, terms=terms
-            )
+            turns = await self._generate(request, oldest, account)
             episodes = tuple(Episode.of_turn(question.input_token_ids, turn) for turn in turns)
             with self._in_stage("verifying", len(turns)):
                 verdicts = await self.grading.verdicts(
@@ -209,31 +194,27 @@ class SlotPipeline:
         require_graded(verdicts)
         return episodes, verdicts
 
-    async def _play_elsewhere(
-        self,
-        request: EpisodesRequest,
-        slot: Hashable,
-        books: SlotBooks,
-        terms: EvaluationTerms | None,
-    ) -> Played:
+    async def _play_elsewhere(self, request: EpisodesRequest, account: SlotAccount) -> Played:
+        """Episodes and verdicts of an environment worker."""
+
         def check(played: PlayedGroup) -> None:
-            books.played(played)
+            account.played(played)
             check_episodes(request, played.episodes)
 
         kind, outages = request.question.dataset_type, self.workers.outages
-        replays = _Replays(kind, books, self.workers.progress)
+        replays = _Replays(kind, account, self.workers.progress)
         work: LeasedWork[PlayedGroup] = LeasedWork(
             role=ENVIRONMENT,
             method="play",
             request=request,
             cost=request.num_samples,
-            slot=slot,
-            terms=terms,
+            slot=account.slot,
+            terms=account.terms,
             dataset_type=kind,
-            gives_up=(EpisodeFailed, ConfigError),  # no worker can make the environment
+            gives_up=(EpisodeFailed, ConfigError),  # the second: no worker can make the environment
             check=check,
             on_retry=replays.worker_lost,
-            received=books.received,
+            received=account.received,
         )
         with self._in_stage("generating", request.num_samples), ExitStack() as opened:
             while True:
@@ -243,7 +224,8 @@ class SlotPipeline:
                 except EpisodeFailed as error:
                     replays.failed(error)
                     if error.cause is Cause.SERVER and work.dataset_type is not None:
-                        # Played through the gate that it closes, lest two such wait for each other.
+                        # Without a type, the work passes the gate that its own outage closes: two
+                        # such groups would wait for each other.
                         opened.enter_context(outages.opened(OutageRequest(kind, str(error))))
                         work = replace(work, dataset_type=None)
                 await asyncio.sleep(AFTER_LOSS_S)
@@ -255,18 +237,12 @@ class SlotPipeline:
         return played.episodes, played.verdicts
 
     async def _generate(
-        self,
-        request: GenerationRequest,
-        *,
-        oldest: WeightsVersion,
-        slot: Hashable,
-        books: SlotBooks,
-        terms: EvaluationTerms | None,
+        self, request: GenerationRequest, oldest: WeightsVersion, account: SlotAccount
     ) -> tuple[Turn, ...]:
         """`request.num_samples` turns whose tokens come from `oldest` or later weights."""
 
         def check(turns: tuple[Turn, ...]) -> None:
-            books.received(turns)
+            account.received(turns)
             check_completions(request, turns, oldest)
 
         work: LeasedWork[tuple[Turn, ...]] = LeasedWork(
@@ -276,11 +252,11 @@ class SlotPipeline:
             cost=request.num_samples,
             version=oldest,
             timeout_s=self._plan.config.sampling.generation_timeout_s or None,
-            slot=slot,
-            terms=terms,
+            slot=account.slot,
+            terms=account.terms,
             gives_up=(DeadlineError,),  # the user wants no longer output
             check=check,
-            on_retry=books.sampled_again,
+            on_retry=account.sampled_again,
         )
         with self._in_stage("generating", request.num_samples):
             try:
@@ -310,34 +286,34 @@ class SlotPipeline:
             self.stages.add(stage, -num_samples, now_s=time.monotonic())
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class _Replays:
-    """Of one group of episodes: how often it is played again, and when that is too often."""
+    """Decides for one group of episodes whether it is played again after a failure."""
 
-    def __init__(self, dataset_type: str, books: SlotBooks, progress: WorkProgress) -> None:
-        self._dataset_type = dataset_type
-        self._books = books
-        self._progress = progress
-        self._num_tries = Counter[bool]()  # what failed before a token uses up no replay
+    dataset_type: str
+    account: SlotAccount
+    progress: WorkProgress
+    num_tries: Counter[bool] = field(default_factory=Counter)  # by whether a token was sampled
 
     def failed(self, error: EpisodeFailed) -> None:
-        """Its worker says so; raises `SlotFailed` where it is not played again."""
-        self._books.played_again(error.again)
+        """Its worker reports a failure; raise `SlotFailed` unless the group is played again."""
+        self.account.played_again(error.again)
         stage = f"{ENVIRONMENT}: {error.failure}"
         self._again(error, stage=stage, reason=stage, has_sampled=True)
 
     def worker_lost(self, reason: str) -> None:
-        """As `failed`, of a worker that says nothing any more."""
-        problem = self._progress.problem.reason if self._progress.problem else ""
+        """As `failed`, for a worker that can no longer report."""
+        problem = self.progress.problem.reason if self.progress.problem else ""
         why = EpisodeFailed(FailureClass.ENVIRONMENT, problem, cause=Cause.STATE)
-        has_sampled = self._books.has_sampled
+        has_sampled = self.account.has_sampled
         self._again(why, stage=ENVIRONMENT, reason=reason, has_sampled=has_sampled)
 
     def _again(self, failed: EpisodeFailed, *, stage: str, reason: str, has_sampled: bool) -> None:
-        self._num_tries[has_sampled] += 1
-        num_tries = self._num_tries[has_sampled]
+        self.num_tries[has_sampled] += 1
+        num_tries = self.num_tries[has_sampled]
         follows = decide(failed.cause, has_sampled=has_sampled, num_tries=num_tries)
         if follows not in (Next.GROUP, Next.MEMBER):
             sentence = f"{failed}: the groups of such episodes are dropped, and counted"
-            self._progress.failed(f"{stage} {self._dataset_type} {failed.place}", sentence)
+            self.progress.failed(f"{stage} {self.dataset_type} {failed.place}", sentence)
             raise SlotFailed(stage, str(failed)) from failed
-        self._books.sampled_again(reason)
+        self.account.sampled_again(reason)

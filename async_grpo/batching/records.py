@@ -118,6 +118,10 @@ class BatcherPlan:
             first=self.first_step,
         )
 
+    def reference_of(self, step: StepKey) -> WeightsVersion:
+        """The version of the moving reference that scores a step."""
+        return WeightsVersion(self.incarnation, self.config.sampling.reference_of(step.batch))
+
     def index(self, ordinal: int, *, attempt: int) -> int:
         """The index of the question that a slot asks at one attempt, from 0."""
         return self.replacement(ordinal, attempt=attempt) if attempt else self.order(ordinal)

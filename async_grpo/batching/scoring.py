@@ -1,8 +1,8 @@
-"""What other models say of a group's samples: the reference's log-probabilities, and teachers'.
+"""Scores of a group's samples by other models: the reference's log-probabilities, and teachers'.
 
 consumes:     groups whose samples are to be trained
-produces:     the same with scores, and with tickets for what the training ranks fetch themselves
-waits for:    the weights that a reference is due to serve, room for payloads, leases
+produces:     the same groups with scores, and with tickets for payloads that the ranks fetch
+waits for:    the weights that the reference must serve, room for payloads, leases
 unblocked by: a published batch, payloads that ranks have fetched, free workers
 """
 
@@ -38,6 +38,7 @@ from async_grpo.types import (
 
 if TYPE_CHECKING:
     from async_grpo.algorithms.base import ScoreNeed
+    from async_grpo.batching.records import BatcherPlan
 
 logger = logging.getLogger(__name__)
 Samples = tuple[Sample, ...]
@@ -48,39 +49,39 @@ InStage = Callable[[str, int], AbstractContextManager[None]]
 class SampleScoring:
     """Asks the models that an algorithm needs; holds counts and the latest published batch."""
 
+    plan: BatcherPlan
     workers: LeasedWorkers
     in_stage: InStage
-    max_staleness: int
-    needs: Sequence[ScoreNeed]
     teachers: Teachers
     payloads: PayloadBuffer
     _batches_published: int = 0
     _has_published: asyncio.Condition = field(default_factory=asyncio.Condition)
     _num_scored_again: int = 0  # samples
-    _num_lost: int = 0  # of which the payload was lost with a node
+    _num_lost: int = 0  # samples whose payload was lost with a node
 
     def take_clock(self) -> dict[str, float]:
-        """What was done again since the last call, and what scoring waited for."""
-        again, self._num_scored_again = self._num_scored_again, 0
-        num_lost, self._num_lost = self._num_lost, 0
-        seconds = self.payloads.take_seconds_waiting()
-        return {
-            "reference_retries": again,
-            "teacher_buffer_seconds": seconds,
-            "lost_payloads": num_lost,
+        """Counts of repeated work since the last call, and the seconds of waiting for room."""
+        sums = {
+            "reference_retries": self._num_scored_again,
+            "teacher_buffer_seconds": self.payloads.take_seconds_waiting(),
+            "lost_payloads": self._num_lost,
         }
+        self._num_scored_again = self._num_lost = 0
+        return sums
 
     async def published(self, version: WeightsVersion) -> None:
-        """The trainer has completed another batch, and whatever was due with it is served."""
+        """The trainer has completed another batch, and its weights are served."""
         async with self._has_published:
             self._batches_published = version.batches
             self._has_published.notify_all()
 
     async def with_scores(
-        self, group: Group, *, before_advantages: bool, temperature: float, version: WeightsVersion
+        self, group: Group, *, before_advantages: bool, version: WeightsVersion
     ) -> Group:
-        """The group with what its algorithm needs at this point of the samples to be trained."""
-        for need in self.needs:
+        """The group with the scores that its algorithm needs at this point, before advantages or
+        after, of the samples that are trained; `version` is the reference's.
+        """
+        for need in self.plan.rules.needs:
             wanted = tuple(
                 sample
                 for sample in group.samples
@@ -88,36 +89,35 @@ class SampleScoring:
                 if need.of_given or not sample.episode.is_given
             )
             if wanted and need.before_advantages == before_advantages:
-                scored = await self._scored(need, wanted, temperature, version)
+                scored = await self._scored(need, wanted, version)
                 found = {sample.index: sample for sample in scored}
                 samples = tuple(found.get(sample.index, sample) for sample in group.samples)
                 group = replace(group, samples=samples)
         return group
 
-    async def taught_again(self, samples: Samples, temperature: float) -> Samples:
-        """Samples whose payloads are lost, with new ones; room for them is held already."""
+    async def taught_again(self, samples: Samples) -> Samples:
+        """New payloads for samples that have lost theirs; the buffer still holds room for them."""
         number = len(samples)
         self._num_lost += number
         logger.warning("what teachers said of %d samples is lost: they are asked again", number)
-        need = next(need for need in self.needs if need.role == TEACHER)
-        return await self._scored(need, samples, temperature, is_again=True)
+        need = next(need for need in self.plan.rules.needs if need.role == TEACHER)
+        return await self._scored(need, samples, is_again=True)
 
     async def _scored(
         self,
         need: ScoreNeed,
         samples: Samples,
-        temperature: float,
         version: WeightsVersion | None = None,
         *,
         is_again: bool = False,
     ) -> Samples:
-        """The samples with what workers say of their tokens; `version` is the reference's."""
+        """The samples with the scores of workers; `version` is the reference's."""
         if need.role == TEACHER and not is_again and self.teachers.answer_directly(samples):
-            return samples  # the ranks get all of it themselves, unless they say that they cannot
+            return samples  # the ranks get the scores themselves, unless they report a loss
         own = version if need.role == REFERENCE else None  # a teacher's weights never change
-        asked = [*self._requests(need, samples, temperature, own)]
-        # Given pairs may have several teachers. Room for all of a group is held at once: with half
-        # of it held, it would wait for the other half, and nothing of it could be trained.
+        asked = [*self._requests(need, samples, own)]
+        # Given pairs may have several teachers. Room for the whole group is held at once: groups
+        # that hold room for a part each could wait for each other without end.
         num_bytes = 0 if is_again else sum(sum(sizes) for *_, sizes in asked)
         found: dict[RowKey, Sample] = {}
         with self.in_stage("in_reference", len(samples)):
@@ -133,9 +133,9 @@ class SampleScoring:
         return tuple(found[sample.key] for sample in samples)
 
     def _requests(
-        self, need: ScoreNeed, samples: Samples, temperature: float, version: WeightsVersion | None
+        self, need: ScoreNeed, samples: Samples, version: WeightsVersion | None
     ) -> Iterator[tuple[str, Samples, LogprobRequest, Sequence[int]]]:
-        """(role, those of the samples that it scores, how, bytes of each payload)."""
+        """(role, the samples that it scores, the request, bytes of each payload)."""
         is_taught = need.role == TEACHER
         by_role = self.teachers.by_role(samples) if is_taught else {need.role: samples}
         for role, members in by_role.items():
@@ -143,7 +143,7 @@ class SampleScoring:
             request = LogprobRequest(
                 tuple(row.prompt_token_ids for row in rows),
                 tuple(row.token_ids for row in rows),
-                temperature,
+                self.plan.sampling.temperature,
                 version,
                 payload=need.payload,
                 vocab_size=self.teachers.vocab_size if is_taught else 0,
@@ -153,7 +153,7 @@ class SampleScoring:
     async def _asked(
         self, role: str, samples: Samples, request: LogprobRequest, *, num_objects: int
     ) -> Any:
-        """What workers of `role` say of the rows, with `num_objects` references of what more."""
+        """Scores of a row each, by workers of `role`; with `num_objects`: (scores, references)."""
 
         def on_retry(_: Reason) -> None:
             self._num_scored_again += len(samples)
@@ -172,12 +172,13 @@ class SampleScoring:
         return await self.workers.answer(work)
 
     async def _until_reference_is_due(self, version: WeightsVersion) -> None:
-        """Version v comes when v + S batches are completed: older batches need the one before.
+        """Wait until v + S batches are completed, which is when the reference loads version v.
 
-        What it waits for is the trainer, which may compute for as long as it likes; one that is
-        silent ends the run, and this with it.
+        It has no deadline: the trainer may compute for as long as it needs, and a silent trainer
+        ends the run, and this wait with it.
         """
-        due = version.batches + self.max_staleness if version.batches else 0
+        max_staleness = self.plan.config.sampling.max_staleness
+        due = version.batches + max_staleness if version.batches else 0
         async with self._has_published:
             await self._has_published.wait_for(lambda: self._batches_published >= due)
 
@@ -185,7 +186,7 @@ class SampleScoring:
 def _with_scores(
     samples: Samples, name: str, scores: Sequence[Scores], tickets: Iterable[Ticket]
 ) -> Iterator[Sample]:
-    """Each sample with the scores of its own rows, laid end to end, and their tickets, if any."""
+    """Each sample with the concatenated scores of its rows, and the tickets of its rows, if any."""
     scores_of_rows, tickets_of_rows = iter(scores), iter(tickets)
     for sample in samples:
         num_rows = len(sample.episode.rows)

@@ -13,19 +13,17 @@ import itertools
 import logging
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Protocol
 
 from async_grpo.batching.admission import AdmissionWindow, StepKey
 from async_grpo.batching.failures import QUARANTINE, FailureLimits, SlotFailed
-from async_grpo.batching.ledger import Ledger, SlotBooks
+from async_grpo.batching.ledger import Ledger, SlotAccount
 from async_grpo.batching.pipeline import SlotPipeline
 from async_grpo.batching.records import BatcherPlan
-from async_grpo.batching.rounds import StepGroups
 from async_grpo.batching.sample_log import SampleLog
 from async_grpo.batching.statistics import SampleSums
 from async_grpo.batching.supervised import given_group
-from async_grpo.types import GivenPair, Group, Question, WeightsVersion
+from async_grpo.types import GivenPair, Group, Question
 
 logger = logging.getLogger(__name__)
 NUM_SHOWN = 80  # characters of a question's beginning
@@ -50,13 +48,11 @@ class Slots:
     begin: Begin
     finished: Callable[[Group, StepKey], None]  # gets the group of each slot that has one
     settled: Callable[[StepKey, bool], None]  # a slot of a step is settled; whether its last
-    _step_groups: StepGroups = field(init=False)
     _limits: FailureLimits = field(init=False)
-    _unsettled: dict[StepKey, int] = field(default_factory=dict)  # slots of a step
+    _unsettled: dict[StepKey, int] = field(default_factory=dict)  # slots by step
 
     def __post_init__(self) -> None:
-        first, num_slots = self.plan.first_step, self.plan.config.batching.questions_per_step
-        self._step_groups = StepGroups(self.plan.rules, num_slots=num_slots)
+        first = self.plan.first_step
         self._limits = FailureLimits(graded=first.batch if first.step_in_batch else None)
 
     def start(self) -> None:
@@ -79,7 +75,7 @@ class Slots:
             if pairs:
                 question = pairs[0].question
                 self.log.failed(question, failure, batch=step.batch, slot=(ordinal, 0))
-            await self._step_groups.leave(step, ordinal)
+            await self.pipeline.step_groups.leave(step, ordinal)
             self._fail(ordinal, step, failure)
         else:
             self.finished(group, step)
@@ -87,7 +83,7 @@ class Slots:
         is_last = not self._unsettled[step]
         if is_last:
             del self._unsettled[step]
-            self._step_groups.close(step)
+            self.pipeline.step_groups.close(step)
             if all(other.batch != step.batch for other in self._unsettled):
                 self._limits.settled(step.batch)
         self.settled(step, is_last)
@@ -99,17 +95,12 @@ class Slots:
         for attempt in itertools.count():
             index = self.plan.index(ordinal, attempt=attempt)
             question, request = self.plan.draw(ordinal, attempt=attempt)
-            books = SlotBooks(self.ledger, ordinal)
+            account = SlotAccount(self.ledger, ordinal)
             try:
                 if index in quarantine.questions:
                     raise SlotFailed(QUARANTINE, f"its question, number {index}, is in quarantine")
                 group = await self.pipeline.run(
-                    question,
-                    request,
-                    oldest=oldest,
-                    reference=self._reference_of(step),
-                    books=books,
-                    join_step=partial(self._step_groups.join, step),
+                    question, request, step, oldest=oldest, account=account
                 )
             except SlotFailed as failure:
                 if failure.stage == QUARANTINE:
@@ -117,7 +108,7 @@ class Slots:
                 self.log.failed(question, failure, batch=step.batch, slot=(ordinal, attempt))
                 raise
             finally:
-                self.pipeline.sampled(books)
+                self.pipeline.sampled(account)
             kind = group.samples[0].question.dataset_type
             self._limits.sampled(step.batch, dataset_type=kind)
             self.sums.add(step, group, batch=step.batch)
@@ -130,20 +121,11 @@ class Slots:
     async def _finished_group_of(
         self, pairs: Sequence[GivenPair], ordinal: int, step: StepKey
     ) -> Group:
-        await self._step_groups.leave(step, ordinal)  # it has no advantage to wait for
-        group = await self.pipeline.finish(
-            given_group(ordinal, pairs),
-            temperature=self.plan.sampling.temperature,
-            reference=self._reference_of(step),
-            join_step=partial(self._step_groups.join, step),
-        )
+        await self.pipeline.step_groups.leave(step, ordinal)  # it needs no advantages of its step
+        group = await self.pipeline.finish(given_group(ordinal, pairs), step)
         self._limits.given()
         self.sums.add(step, group, batch=step.batch)
         return group
-
-    def _reference_of(self, step: StepKey) -> WeightsVersion:
-        batches = self.plan.config.sampling.reference_of(step.batch)
-        return WeightsVersion(self.plan.incarnation, batches)
 
     def _exclude(self, index: int, question: Question, failure: SlotFailed) -> None:
         """The question kills workers: it is not asked any more in this run."""

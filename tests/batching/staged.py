@@ -9,13 +9,14 @@ from scripted_run import make_config, make_plan
 
 from async_grpo.batching.admission import StepKey
 from async_grpo.batching.failures import SlotFailed
-from async_grpo.batching.ledger import Ledger, SlotBooks
+from async_grpo.batching.ledger import Ledger, SlotAccount
 from async_grpo.batching.pipeline import SlotPipeline
 from async_grpo.config import roles
 from async_grpo.types import GenerationRequest, SamplingContract, WeightsVersion
 
 OLDEST, NEWER = WeightsVersion(7, 3), WeightsVersion(7, 4)
 REFERENCE = WeightsVersion(7, 0)
+STEP = StepKey(0, 0)
 QUESTION = make_question(num_tokens=3)
 REQUEST = GenerationRequest(
     5, 0, QUESTION.input_token_ids, num_samples=2, sampling=SamplingContract(0.7, (1,), 8)
@@ -52,7 +53,7 @@ def make_books(request):
     """Of a ledger with the slot of this request."""
     ledger = Ledger()
     ledger.admit(request.ordinal, num_samples=request.num_samples, step=StepKey(0, 0))
-    return SlotBooks(ledger, request.ordinal)
+    return SlotAccount(ledger, request.ordinal)
 
 
 class Stage:
@@ -85,20 +86,14 @@ class Stage:
             **objective,
         )
         self.books = make_books(REQUEST)
-        self.pipeline = SlotPipeline(make_plan(config), registries.__getitem__)
+        plan = make_plan(config, sampling=REQUEST.sampling, incarnation=OLDEST.incarnation)
+        self.pipeline = SlotPipeline(plan, registries.__getitem__)
 
     def run(self):
         """The group; afterwards no sample may be left in a stage and no lease may be open."""
         try:
             return run(
-                self.pipeline.run(
-                    QUESTION,
-                    REQUEST,
-                    oldest=OLDEST,
-                    reference=REFERENCE,
-                    join_step=None,
-                    books=self.books,
-                )
+                self.pipeline.run(QUESTION, REQUEST, STEP, oldest=OLDEST, account=self.books)
             )
         finally:
             assert set(self.pipeline.stages.counts.values()) <= {0}

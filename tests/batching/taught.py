@@ -10,10 +10,18 @@ from scripted_run import make_config, make_plan
 
 from async_grpo.algorithms.base import LocalRules
 from async_grpo.algorithms.find import find_algorithm
+from async_grpo.batching.admission import StepKey
 from async_grpo.batching.pipeline import SlotPipeline
 from async_grpo.batching.supervised import given_group
 from async_grpo.config.roles import GENERATION, teacher
-from async_grpo.types import GivenPair, Group, Question, WeightsVersion, WorkerInfo
+from async_grpo.types import (
+    GivenPair,
+    Group,
+    Question,
+    SamplingContract,
+    WeightsVersion,
+    WorkerInfo,
+)
 
 VERSION = WeightsVersion(5, 0)
 MATH, CODE = teacher("math"), teacher("code")
@@ -77,13 +85,14 @@ class School:
             rules=self.rules,
             vocab_size=STUDENT_VOCAB,
             object_store_bytes=4 * limit,  # a quarter is for payloads
+            sampling=SamplingContract(0.7, (1,), self.config.sampling.max_generation_tokens),
         )
         self.pipeline = SlotPipeline(plan, self.registries.__getitem__)
         self.buffer = self.pipeline.scoring.payloads
 
     async def finish(self, group):
         """The group with scores; no lease is left open, and nothing in a stage."""
-        return await self.pipeline.finish(group, temperature=0.7, reference=VERSION, join_step=None)
+        return await self.pipeline.finish(group, StepKey(0, 0))
 
     def run(self, scenario):
         try:

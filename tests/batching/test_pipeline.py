@@ -11,6 +11,7 @@ from staged import (
     REQUEST,
     SCORED,
     SCORES,
+    STEP,
     TIMEOUT_S,
     Stage,
     Worker,
@@ -62,14 +63,7 @@ def test_the_samples_of_a_slot_are_counted_in_the_stage_they_are_in():
             seen.append(+stage.pipeline.stages.counts)
 
     async def scenario():
-        slot = stage.pipeline.run(
-            QUESTION,
-            REQUEST,
-            oldest=OLDEST,
-            reference=REFERENCE,
-            join_step=None,
-            books=stage.books,
-        )
+        slot = stage.pipeline.run(QUESTION, REQUEST, STEP, oldest=OLDEST, account=stage.books)
         await asyncio.gather(slot, look())
 
     run(scenario())
@@ -141,7 +135,7 @@ def test_the_last_try_waits_until_a_worker_in_trouble_has_been_missed():
 
     async def scenario():
         with pytest.raises(SlotFailed):
-            await stage.pipeline.play(QUESTION, REQUEST, oldest=OLDEST, slot=5, books=stage.books)
+            await stage.pipeline.play(QUESTION, REQUEST, oldest=OLDEST, account=stage.books)
         clock.append(asyncio.get_running_loop().time())
 
     run(scenario())

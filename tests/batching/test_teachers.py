@@ -102,7 +102,7 @@ def test_with_express_no_teacher_is_asked_but_for_what_the_ranks_have_lost():
     assert school.requests(MATH) == []
     assert not any(sample.tickets or sample.scores for sample in group.samples)
     lost = without_texts(group.samples[:1])
-    (again,) = school.run(school.pipeline.scoring.taught_again(lost, 0.7))
+    (again,) = school.run(school.pipeline.scoring.taught_again(lost))
     (request,) = school.requests(MATH)
     assert request.payload == Payload("logits", 0, 1.0)
     assert (len(again.tickets), set(again.scores["teacher"].tolist())) == (1, {LOGPROBS[MATH]})
@@ -190,7 +190,7 @@ def test_lost_payloads_are_asked_of_the_same_teacher_without_further_room():
     group = school.run(school.finish(given(0, *MIXED)))
     num_bytes, kept = school.buffer.num_bytes, without_texts(group.samples)
     lost = kept[1:3]  # one of each teacher; nothing says their type any more
-    again = school.run(school.pipeline.scoring.taught_again(lost, 0.7))
+    again = school.run(school.pipeline.scoring.taught_again(lost))
     assert [sample.key for sample in again] == [sample.key for sample in lost]
     assert school.buffer.num_bytes == num_bytes
     for new, old in zip(again, lost, strict=True):

@@ -7,7 +7,7 @@ import pytest
 from players import Scripted, make_turn
 from scripted import Registry
 from scripted_run import make_config
-from staged import OLDEST, QUESTION, REFERENCE, REQUEST, make_books
+from staged import OLDEST, QUESTION, REQUEST, STEP, make_books
 
 from async_grpo.algorithms.base import LocalRules
 from async_grpo.algorithms.find import find_algorithm
@@ -74,9 +74,7 @@ def run_slot(engine, environment=f"{HERE}/two_turns.py:TwoTurns", books=None, di
     registry = Registry(worker, role=ENVIRONMENT)
     pipeline = SlotPipeline(plan, {ENVIRONMENT: registry}.__getitem__)
     books = books or make_books(REQUEST)
-    playing = pipeline.run(
-        QUESTION, REQUEST, oldest=OLDEST, reference=REFERENCE, join_step=None, books=books
-    )
+    playing = pipeline.run(QUESTION, REQUEST, STEP, oldest=OLDEST, account=books)
     with asyncio.Runner() as runner:  # by the clock of the world: the worker has its own thread
         loop = runner.get_loop()
         group = runner.run(playing)
