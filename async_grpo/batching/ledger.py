@@ -1,9 +1,9 @@
-"""Nothing is lost: every sample of every admitted slot ends in exactly one fate. Pure.
+"""Every sample of every admitted slot ends in exactly one fate: none is lost or doubled. Pure.
 
     admitted = in flight + trained + zero_contribution + replaced + failed + discarded
 
-holds at all times, for slots, for samples, which are episodes, and, with what engines answered in
-the place of what was admitted, for tokens. Memory is that of the open slots and open steps.
+holds at all times for slots and for samples, which are episodes; and for tokens, where `admitted`
+are those that engines have answered. Memory grows with the open slots and open steps alone.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from async_grpo.batching.leased_work import EvaluationTerms
 
 Fate = Literal["trained", "zero_contribution", "failed", "discarded", "replaced"]
-# Also the order in which a slot takes its fate from its samples: one trained sample makes it
-# trained, and attempts that were replaced or done again matter only when nothing else came of it.
+# From the strongest to the weakest: a slot has the strongest fate of its samples. One trained
+# sample makes it trained; replaced and repeated ones decide only if the slot has no others.
 FATES: tuple[Fate, ...] = get_args(Fate)
 FATES_WITH_REASON: tuple[Fate, ...] = ("failed", "discarded")
-UNUSED = "unused"  # why tokens are discarded that were cut, or asked for and not waited for
+UNUSED = "unused"  # reason for tokens that were cut off, or answered after nobody waited for them
 
 
 class LedgerError(RuntimeError):
@@ -34,7 +34,7 @@ class LedgerError(RuntimeError):
 
 @dataclass(slots=True)
 class Fates:
-    """What became of slots, samples and tokens."""
+    """Numbers of slots, samples and tokens by fate."""
 
     slots: Counter[str] = field(default_factory=Counter)  # by fate
     samples: Counter[str] = field(default_factory=Counter)  # by fate
@@ -43,7 +43,7 @@ class Fates:
     token_reasons: Counter[str] = field(default_factory=Counter)  # tokens by "fate: reason"
 
     def count(self, fate: Fate, num_samples: int, num_tokens: int, reason: str) -> None:
-        """Samples and tokens have reached their fate."""
+        """Samples and tokens have reached their fate; zeros are not counted."""
         if num_samples:
             self.samples[fate] += num_samples
             if reason:
@@ -59,45 +59,41 @@ class _Slot:
     step: StepKey
     in_flight: int  # samples without a fate yet
     best_fate: int | None = None  # index into FATES of the strongest fate so far
-    num_tokens: int = 0  # received for it, without a fate yet
+    num_tokens: int = 0  # received tokens without a fate yet
 
 
 @dataclass(slots=True)
 class _Step:
-    """What is known of a step until it is closed, so that it can be rolled back."""
+    """A step until it is closed, with all that a rollback needs."""
 
-    sizes: dict[int, int] = field(default_factory=dict)  # samples of each slot, by ordinal
+    sizes: dict[int, int] = field(default_factory=dict)  # samples by the ordinal of their slot
     fates: Fates = field(default_factory=Fates)
 
 
+@dataclass(slots=True, eq=False)
 class Ledger:
-    """Double entry of slots, samples and tokens, since the start of the run, across resumes."""
+    """Accounts for slots, samples and tokens since the start of the run, across resumes."""
 
-    def __init__(self) -> None:
-        self._last_ordinal = -1
-        self._open: dict[int, _Slot] = {}
-        self._steps: dict[StepKey, _Step] = {}
-        self.admitted_slots = 0
-        self.admitted_samples = 0
-        self.fates = Fates()
-        self.output_tokens = 0  # received from engines, whatever became of them
+    admitted_slots: int = 0
+    admitted_samples: int = 0
+    output_tokens: int = 0  # received from engines, whatever their fate
+    fates: Fates = field(default_factory=Fates)
+    _last_ordinal: int = -1
+    _open: dict[int, _Slot] = field(default_factory=dict)  # by ordinal
+    _steps: dict[StepKey, _Step] = field(default_factory=dict)  # open ones
 
     @property
     def in_flight(self) -> int:
-        """Samples that were admitted and have no fate yet."""
+        """Number of admitted samples without a fate yet."""
         return sum(slot.in_flight for slot in self._open.values())
 
     @property
-    def _tokens_in_flight(self) -> int:
-        return sum(slot.num_tokens for slot in self._open.values())
-
-    @property
     def open_slots(self) -> Collection[int]:
-        """Slots with samples in flight, in order: what a resumed run issues again."""
+        """Ordinals of slots with samples in flight, in order: a resumed run starts them again."""
         return self._open.keys()
 
     def admit(self, ordinal: int, *, num_samples: int, step: StepKey) -> None:
-        """A slot starts; slots are admitted in ordinal order, each once."""
+        """A slot starts. Slots are admitted in the order of their ordinals, each once."""
         _require(
             ordinal > self._last_ordinal,
             f"slots must be admitted in order and once, got {ordinal} after {self._last_ordinal}",
@@ -109,11 +105,11 @@ class Ledger:
         self.admitted_samples += num_samples
 
     def tokens_in_flight(self, ordinal: int) -> int:
-        """Received for an open slot, and without a fate yet."""
+        """Number of tokens that an open slot has received, and that have no fate yet."""
         return self._slot(ordinal).num_tokens
 
     def receive(self, ordinal: int, *, num_tokens: int) -> None:
-        """An engine has answered for an open slot."""
+        """An engine has answered a request of an open slot."""
         self._slot(ordinal).num_tokens += num_tokens
         self.output_tokens += num_tokens
 
@@ -128,15 +124,30 @@ class Ledger:
     ) -> None:
         """Samples and tokens of an open slot reach their fate; the last ones close the slot.
 
-        None: all that are in flight, with their tokens. `reason` is a short fixed phrase, given
-        exactly when the fate is failed or discarded.
+        `num_samples`: None settles all that are in flight, and their tokens. `reason` is a short
+        fixed phrase, given exactly if the fate is failed or discarded.
         """
         slot = self._slot(ordinal)
         if num_samples is None:
             num_samples, num_tokens = slot.in_flight, slot.num_tokens
-        self._settle(ordinal, slot, fate, num_samples, num_tokens, reason)
+        _require(
+            0 <= num_samples <= slot.in_flight and 0 <= num_tokens <= slot.num_tokens,
+            f"slot {ordinal} has {slot.in_flight} samples and {slot.num_tokens} tokens in flight, "
+            f"got {num_samples} and {num_tokens} as {fate}",
+        )
+        _require(
+            (fate in FATES_WITH_REASON) == bool(reason),
+            f"a reason belongs to {FATES_WITH_REASON} and only to them, got {fate!r}: {reason!r}",
+        )
+        slot.in_flight -= num_samples
+        slot.num_tokens -= num_tokens
+        if num_samples:
+            index = FATES.index(fate)
+            slot.best_fate = index if slot.best_fate is None else min(index, slot.best_fate)
+        for fates in self._totals_of(slot):
+            fates.count(fate, num_samples, num_tokens, reason)
         if not slot.in_flight and not slot.num_tokens and slot.best_fate is not None:
-            for fates in self._books_of(slot):
+            for fates in self._totals_of(slot):
                 fates.slots[FATES[slot.best_fate]] += 1
             del self._open[ordinal]
 
@@ -151,21 +162,24 @@ class Ledger:
     ) -> None:
         """Samples and tokens of an open slot are given up, and as many samples admitted again.
 
-        None: all that are in flight, with their tokens. `replaced` when dynamic sampling draws
-        another question (no reason), `discarded` when the same work is done again.
+        `num_samples`: None gives up all that are in flight, and their tokens. The fate is
+        `replaced` if dynamic sampling draws another question, which has no reason, `discarded` if
+        the same work is repeated.
         """
         slot = self._slot(ordinal)
         if num_samples is None:
             num_samples, num_tokens = slot.in_flight, slot.num_tokens
         self.admitted_samples += num_samples
         slot.in_flight += num_samples
-        self._settle(ordinal, slot, fate, num_samples, num_tokens, reason)
+        self.settle(
+            ordinal, fate=fate, num_samples=num_samples, num_tokens=num_tokens, reason=reason
+        )
 
     def rolled_back(self, *, first: StepKey, reason: str) -> Ledger:
-        """A copy in which nothing of step `first` and of later ones has been done yet.
+        """A copy in which step `first` and later ones have only just been admitted.
 
-        All that was admitted of them is discarded for `reason`, whatever its fate, and as much is
-        in flight again.
+        All of their samples and tokens are discarded for `reason`, whatever their fate was, and as
+        many samples are in flight again.
 
         >>> ledger = Ledger()
         >>> for ordinal in (0, 1):
@@ -198,10 +212,7 @@ class Ledger:
         self._steps[key] = _Step(sizes, again)
 
     def close_step(self, step: StepKey) -> Fates:
-        """What became of a step, which is forgotten.
-
-        Raises `LedgerError` while something of it is in flight.
-        """
+        """Forget a step, and return its fates; raise `LedgerError` while any of it is in flight."""
         _require(step in self._steps, f"step {tuple(step)} is not open: never admitted, or closed")
         waiting = {
             ordinal: (slot.in_flight, slot.num_tokens)
@@ -215,11 +226,12 @@ class Ledger:
         return self._steps.pop(step).fates
 
     def check(self) -> None:
-        """Raise `LedgerError` with the numbers unless everything admitted is accounted for."""
+        """Raise `LedgerError` with the numbers unless all that was admitted is accounted for."""
+        num_tokens = sum(slot.num_tokens for slot in self._open.values())
         for what, admitted, in_flight, fates in (
             ("slots", self.admitted_slots, len(self._open), self.fates.slots),
             ("samples", self.admitted_samples, self.in_flight, self.fates.samples),
-            ("tokens", self.output_tokens, self._tokens_in_flight, self.fates.tokens),
+            ("tokens", self.output_tokens, num_tokens, self.fates.tokens),
         ):
             total = in_flight + fates.total()
             _require(
@@ -229,7 +241,7 @@ class Ledger:
             )
 
     def state(self) -> dict[str, object]:
-        """Everything, as plain JSON values for a checkpoint."""
+        """The whole ledger as plain JSON values, for a checkpoint."""
         return {
             "last_ordinal": self._last_ordinal,
             "open": [
@@ -247,22 +259,22 @@ class Ledger:
 
     @classmethod
     def restore(cls, state: Mapping[str, Any]) -> Ledger:
-        """The inverse of `state`; raises `LedgerError` if it does not balance."""
-        ledger = cls()
-        ledger._last_ordinal = state["last_ordinal"]
+        """The inverse of `state`; raises `LedgerError` if the numbers do not balance."""
+        # Older checkpoints have the number of tokens, but not their fates.
+        known = ({"tokens": {"trained": state["output_tokens"]}} | dict(state)).get
+        ledger = cls(
+            state["admitted_slots"],
+            state["admitted_samples"],
+            state["output_tokens"],
+            Fates(*(Counter(known(each.name, {})) for each in fields(Fates))),
+            state["last_ordinal"],
+        )
         for ordinal, batch, step_in_batch, in_flight, best_fate, *num_tokens in state["open"]:
             step = StepKey(batch, step_in_batch)
             ledger._open[ordinal] = _Slot(step, in_flight, best_fate, *num_tokens)
         for batch, step_in_batch, sizes, *counts in state["steps"]:
             fates = Fates(*map(Counter[str], counts))
             ledger._steps[StepKey(batch, step_in_batch)] = _Step(dict(sizes), fates)
-        ledger.admitted_slots = state["admitted_slots"]
-        ledger.admitted_samples = state["admitted_samples"]
-        # A checkpoint of before says of tokens only how many there were.
-        before = {"tokens": {"trained": state["output_tokens"]}}
-        known = (before | dict(state)).get
-        ledger.fates = Fates(*(Counter(known(each.name, {})) for each in fields(Fates)))
-        ledger.output_tokens = state["output_tokens"]
         ledger.check()
         return ledger
 
@@ -272,38 +284,13 @@ class Ledger:
             raise LedgerError(f"slot {ordinal} is not open: never admitted, or already settled")
         return slot
 
-    def _books_of(self, slot: _Slot) -> tuple[Fates, Fates]:
-        """Where its fates are counted: the run's and its step's."""
+    def _totals_of(self, slot: _Slot) -> tuple[Fates, Fates]:
+        """The counts that its fates go to: the run's and its step's."""
         return self.fates, self._steps[slot.step].fates
-
-    def _settle(
-        self,
-        ordinal: int,
-        slot: _Slot,
-        fate: Fate,
-        num_samples: int,
-        num_tokens: int,
-        reason: str,
-    ) -> None:
-        _require(
-            0 <= num_samples <= slot.in_flight and 0 <= num_tokens <= slot.num_tokens,
-            f"slot {ordinal} has {slot.in_flight} samples and {slot.num_tokens} tokens in flight, "
-            f"got {num_samples} and {num_tokens} as {fate}",
-        )
-        _require(
-            (fate in FATES_WITH_REASON) == bool(reason),
-            f"a reason belongs to {FATES_WITH_REASON} and only to them, got {fate!r}: {reason!r}",
-        )
-        slot.in_flight -= num_samples
-        slot.num_tokens -= num_tokens
-        if num_samples:
-            index = FATES.index(fate)
-            slot.best_fate = index if slot.best_fate is None else min(index, slot.best_fate)
-        for fates in self._books_of(slot):
-            fates.count(fate, num_samples, num_tokens, reason)
 
 
 def _plain(fates: Fates) -> dict[str, dict[str, int]]:
+    """Copies of the counts, as plain dicts, by name."""
     return {each.name: dict(getattr(fates, each.name)) for each in fields(Fates)}
 
 
