@@ -227,7 +227,7 @@ def nothing_graded(of: str, failure: SlotFailed) -> str:
     )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(eq=False)
 class Grading:
     """Asks verifiers, and again after a failed connection: verifiers retry all else themselves.
 

@@ -1,13 +1,13 @@
-"""Leases that are held, and requests for leases that wait in line."""
+"""Leases on workers, and the line of requests that wait for one."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from async_grpo.cluster import handles
 from async_grpo.controller.balancer import Hold
@@ -20,35 +20,44 @@ if TYPE_CHECKING:
     from async_grpo.cluster.handles import WorkerHandle
 
 T = TypeVar("T")
-TryAcquire = Callable[[float, WeightsVersion | None, str | None, Hold | None], "Lease | None"]
-Line = tuple[WeightsVersion | None, Hold | None]  # what all its requests want
+Line = tuple[WeightsVersion | None, Hold | None]  # of requests for the same weights and hold
+Fence = Callable[[str, LossCause, str], None]  # gets the worker's id, the cause and the reason
 
 
+class Wanted(NamedTuple):
+    """What a request for a lease asks for."""
+
+    cost: float  # in the unit of the role
+    version: WeightsVersion | None = None  # of these weights, or later ones; None: of any
+    prefer: str | None = None  # the id of a worker that is taken if it qualifies
+    hold: Hold | None = None  # whose worker alone qualifies, if it has one
+
+    @property
+    def line(self) -> Line:
+        return self.version, self.hold
+
+
+@dataclass(slots=True, eq=False)
 class Lease:
     """The right to one piece of a worker's work. An answer counts only while it is valid."""
 
-    def __init__(
-        self,
-        lease_id: int,
-        info: WorkerInfo,
-        handle: WorkerHandle,
-        *,
-        cost: float,
-        fence: Callable[[str, LossCause, str], None],
-    ) -> None:
-        """`fence` gets the worker's id, the cause and the reason when its process has died."""
-        self.lease_id = lease_id
-        self.worker_id = info.worker_id
-        self.handle = handle
-        self.cost = cost
-        self.num_tokens = 0  # that its worker has told of, for an answer that has not come
-        # Gets the turns that the worker itself asks for under this lease.
-        self.received: Callable[[Sequence[Turn]], None] = lambda turns: None
-        self.terms: EvaluationTerms | None = None  # of the evaluation that it is for
-        # What the lease was lost to; None when it was returned.
-        self.ended: asyncio.Future[LeaseLost | None] = asyncio.get_running_loop().create_future()
-        self._who = f"{info.role} worker {info.worker_id}"
-        self._fence = fence
+    lease_id: int
+    info: WorkerInfo
+    handle: WorkerHandle
+    cost: float
+    fence: Fence  # called when the worker's process has died
+    num_tokens: int = 0  # of the answer under way, by the worker's latest pulse
+    # Gets the turns that the worker itself requests under this lease.
+    received: Callable[[Sequence[Turn]], None] = lambda turns: None
+    terms: EvaluationTerms | None = None  # of the evaluation that it is for
+    # Done when the lease has ended: the loss, or None if it was returned.
+    ended: asyncio.Future[LeaseLost | None] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+
+    @property
+    def worker_id(self) -> str:
+        return self.info.worker_id
 
     @property
     def is_valid(self) -> bool:
@@ -59,12 +68,12 @@ class Lease:
     ) -> Any:
         """The worker's answer to `method(request)`.
 
-        Of a method that returns `num_objects` more values: (answer, references). These values stay
-        where the worker made them. This process owns them: they live as long as anybody holds a
-        reference, whatever becomes of the worker.
+        If the method returns `num_objects` more values: (answer, references). These values stay
+        where the worker made them, and this process owns them: they live as long as a reference
+        does, even if the worker ends.
 
-        Raises what the worker raised, `DeadlineError`, and `LeaseLost` when the lease ends first.
-        The worker stops working on a request that is given up.
+        Raises the worker's error, `DeadlineError`, and `LeaseLost` when the lease ends first. The
+        worker stops working on a request that is given up.
         """
         asked = getattr(self.handle, method)
         if not num_objects:
@@ -76,15 +85,16 @@ class Lease:
         return replace(request, lease_id=self.lease_id) if hasattr(request, "lease_id") else request
 
     async def _answer(self, call: Awaitable[T], *, timeout_s: float | None = None) -> T:
+        who = f"{self.info.role} worker {self.worker_id}"
         try:
-            return await self.during(handles.work(call, timeout_s=timeout_s, who=self._who))
+            return await self.during(handles.work(call, timeout_s=timeout_s, who=who))
         except ProcessLostError as error:
-            # One death ends all leases on the worker at this moment, this one among them.
-            self._fence(self.worker_id, LossCause.DIED, str(error))
+            # The fence ends all leases on the worker at once, this one among them.
+            self.fence(self.worker_id, LossCause.DIED, str(error))
             self.check()
             raise
         except LeaseLost as error:
-            self.check()  # else it is one that the worker itself had asked for
+            self.check()  # it is still valid: the worker has lost a lease that it requested itself
             raise WorkerError(str(error)) from error
 
     async def during(self, work: Coroutine[object, object, T]) -> T:
@@ -111,7 +121,7 @@ class Lease:
 
 
 def _forget(answer: asyncio.Future[T]) -> None:
-    """Its end is of no interest any more, nor its error."""
+    """Retrieve the error of an answer that is given up: asyncio would log it."""
     if not answer.cancelled():
         answer.exception()
 
@@ -120,51 +130,33 @@ def _forget(answer: asyncio.Future[T]) -> None:
 class _Waiter:
     """One request for a lease."""
 
-    number: int  # in the order of asking
-    cost: float
-    version: WeightsVersion | None
-    prefer: str | None
-    hold: Hold | None
+    number: int  # in the order of the requests
+    wanted: Wanted
     lease: asyncio.Future[Lease]
 
-    @property
-    def line(self) -> Line:
-        return self.version, self.hold
 
-
+@dataclass(slots=True, eq=False)
 class WaitingLine:
     """First come, first served; a request for weights that no worker serves lets others pass.
 
-    Whether a worker takes more does not depend on the cost, so one refusal speaks for all requests
-    for the same weights, of anybody or of a worker that is held: they stand in a line of their own,
-    of which only the head is looked at.
+    Whether a worker takes more does not depend on the cost, so one refusal holds for all requests
+    for the same weights and hold: they form a line, of which only the head is tried.
     """
 
-    def __init__(self, *, try_acquire: TryAcquire, release: Callable[[Lease], object]) -> None:
-        """`release` gets a lease that came when its request had been given up."""
-        self._try_acquire = try_acquire
-        self._release = release
-        self._lines: dict[Line, deque[_Waiter]] = {}
-        self._numbers = itertools.count()
+    try_acquire: Callable[[Wanted], Lease | None]
+    release: Callable[[Lease], object]  # gets a lease that was granted to a cancelled request
+    _lines: dict[Line, deque[_Waiter]] = field(default_factory=dict)
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
 
-    async def wait(
-        self,
-        cost: float,
-        version: WeightsVersion | None,
-        prefer: str | None,
-        hold: Hold | None = None,
-        *,
-        timeout_s: float,
-        moves: Callable[[], object],
-    ) -> Lease:
+    async def wait(self, wanted: Wanted, *, timeout_s: float, moves: Callable[[], object]) -> Lease:
         """A lease, when it is this request's turn.
 
-        Raises `TimeoutError` when it does not come for `timeout_s` in which `moves` stays the same,
-        and what `cancel` was given.
+        Raises `TimeoutError` after `timeout_s` in which `moves()` did not change, and the error
+        that `cancel` was given.
         """
         granted: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
-        waiter = _Waiter(next(self._numbers), cost, version, prefer, hold, granted)
-        self._lines.setdefault(waiter.line, deque()).append(waiter)
+        waiter = _Waiter(next(self._numbers), wanted, granted)
+        self._lines.setdefault(wanted.line, deque()).append(waiter)
         before = moves()
         try:
             while not await in_ticks(waiter.lease, limit_s=timeout_s):
@@ -174,7 +166,7 @@ class WaitingLine:
         except BaseException:
             # A lease may have been granted at the moment in which the request was cancelled.
             if not waiter.lease.cancel() and waiter.lease.exception() is None:
-                self._release(waiter.lease.result())
+                self.release(waiter.lease.result())
             raise
         return waiter.lease.result()
 
@@ -182,11 +174,11 @@ class WaitingLine:
         """Give leases to as many as can have one now."""
         refused = set[Line]()
         while (waiter := self._first(refused)) is not None:
-            lease = self._try_acquire(waiter.cost, waiter.version, waiter.prefer, waiter.hold)
+            lease = self.try_acquire(waiter.wanted)
             if lease is None:
-                refused.add(waiter.line)
+                refused.add(waiter.wanted.line)
             else:
-                self._lines[waiter.line].popleft()
+                self._lines[waiter.wanted.line].popleft()
                 waiter.lease.set_result(lease)
 
     def cancel(self, error: Exception) -> None:

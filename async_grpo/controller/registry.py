@@ -23,7 +23,7 @@ from async_grpo.cluster import handles
 from async_grpo.config.roles import GENERATION, Role
 from async_grpo.controller.balancer import Balancer, Hold, Holds
 from async_grpo.controller.heartbeat import Loss, until_lost
-from async_grpo.controller.leases import Lease, WaitingLine
+from async_grpo.controller.leases import Lease, WaitingLine, Wanted
 from async_grpo.controller.members import History, Member
 from async_grpo.controller.updates import Updates
 from async_grpo.types import (
@@ -102,17 +102,11 @@ class WorkerRegistry:
         """
         hold = terms.hold if terms and self._role.name == GENERATION else None
         cost = cost if terms is None or terms.is_counted else 0.0
-        lease = self._try_acquire(cost, version, prefer, hold)
+        wanted = Wanted(cost, version, prefer, hold)
         try:
-            if lease is None:
-                lease = await self._line.wait(
-                    cost,
-                    version,
-                    prefer,
-                    hold,
-                    timeout_s=timeout_s,
-                    moves=lambda: (self.num_tokens, moves()),
-                )
+            lease = self._try_acquire(wanted) or await self._line.wait(
+                wanted, timeout_s=timeout_s, moves=lambda: (self.num_tokens, moves())
+            )
         except TimeoutError:
             raise NoWorkerError(
                 f"no {self._role.name} worker was free within {timeout_s:g} s for weights "
@@ -263,22 +257,15 @@ class WorkerRegistry:
                 self._balancer.set_version(worker_id, None)
         self.history.note("run ended")
 
-    def _try_acquire(
-        self,
-        cost: float,
-        version: WeightsVersion | None,
-        prefer: str | None,
-        hold: Hold | None = None,
-    ) -> Lease | None:
+    def _try_acquire(self, wanted: Wanted) -> Lease | None:
+        cost, version, prefer, hold = wanted
         only = hold.worker_id if hold else ""
         worker_id = self._balancer.try_acquire(cost, version, prefer, only=only)
         if worker_id is None:
             return None
-        member = self._members[worker_id]
-        lease = Lease(
-            next(self._lease_ids), member.info, member.handle, cost=cost, fence=self._fence
-        )
-        member.leases[lease.lease_id] = lease
+        member, lease_id = self._members[worker_id], next(self._lease_ids)
+        lease = Lease(lease_id, member.info, member.handle, cost, self._fence)
+        member.leases[lease_id] = lease
         return lease
 
     def _release(self, lease: Lease) -> None:

@@ -3,7 +3,7 @@ import itertools
 
 import pytest
 
-from async_grpo.controller.leases import WaitingLine
+from async_grpo.controller.leases import WaitingLine, Wanted
 from async_grpo.types import WeightsVersion
 from async_grpo.util.errors import WorkerError
 
@@ -22,16 +22,16 @@ class Room:
         self.free = free
         self.line.serve()
 
-    def try_acquire(self, cost, version, prefer, hold):
-        self.asked.append(version)
-        if not self.free or version > self.served:
+    def try_acquire(self, wanted):
+        self.asked.append(wanted.version)
+        if not self.free or wanted.version > self.served:
             return None
         self.free -= 1
-        return f"for {cost:g}"
+        return f"for {wanted.cost:g}"
 
 
 def wait(room, cost, version, *, timeout_s=5.0, moves=int):
-    return room.line.wait(cost, version, None, timeout_s=timeout_s, moves=moves)
+    return room.line.wait(Wanted(cost, version), timeout_s=timeout_s, moves=moves)
 
 
 async def wait_in(room, *requests):
