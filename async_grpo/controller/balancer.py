@@ -1,8 +1,8 @@
 """Which worker of one role takes the next piece of work, and which is held for evaluations. Pure.
 
-The least loaded takes the work. A worker takes some while its load is *below* capacity + overhead,
-so that one large group may overshoot: otherwise it would never fit anywhere. Decisions are one
-vector operation over the workers, which a thousand of them do not slow down.
+The least-loaded worker takes the work. A worker takes more while its load is *below* capacity +
+overhead, so that one large group may overshoot: otherwise it would never fit anywhere. A decision
+is one vector operation over the workers, which stays fast for a thousand of them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class _Worker:
     slot: int  # index into the vectors
     capacity: float
     overhead: float
-    version: WeightsVersion | None  # None: no weights of this run yet
+    version: WeightsVersion | None  # None: it serves no weights of this run yet
     draining: bool = False
     load: float = 0.0
 
@@ -38,7 +38,7 @@ class Balancer:
 
     def __init__(self) -> None:
         self._workers: dict[str, _Worker] = {}
-        self._by_slot: dict[int, _Worker] = {}  # the latest holder of each
+        self._by_slot: dict[int, _Worker] = {}  # the latest worker of each slot
         self._free_slots: list[int] = []
         # One entry a slot; a free slot has infinite pressure, so it is never chosen.
         self._pressure_W = np.empty(0)
@@ -70,18 +70,19 @@ class Balancer:
         self._free_slots.append(slot)
 
     def set_version(self, worker_id: str, version: WeightsVersion | None) -> None:
-        """The worker serves new weights, or with None must wait for some; its load stays."""
+        """The worker serves new weights, or None until it gets some; its load stays."""
         self._workers[worker_id].version = version
         self._refresh(self._workers[worker_id])
 
     def drain(self, worker_id: str, *, draining: bool = True) -> None:
-        """No new work for this worker, what it has runs out; or, with False, some again."""
+        """Give this worker no new work while its old work ends; with False, give it some again."""
         self._workers[worker_id].draining = draining
         self._refresh(self._workers[worker_id])
 
-    def is_draining(self, worker_id: str) -> bool:
-        """Whether a worker gets no new work."""
-        return self._workers[worker_id].draining
+    @property
+    def draining(self) -> tuple[str, ...]:
+        """Ids of the workers that get no new work."""
+        return tuple(name for name, worker in self._workers.items() if worker.draining)
 
     def serving(self, version: WeightsVersion | None) -> list[str]:
         """Workers that serve `version` or a later one and are not drained, the idlest first."""
@@ -95,11 +96,6 @@ class Balancer:
         ]  # fmt: skip
         return [each.worker_id for each in sorted(found, key=lambda w: w.load / w.capacity)]
 
-    @property
-    def num_draining(self) -> int:
-        """Workers that get no new work because somebody wants them empty."""
-        return sum(worker.draining for worker in self._workers.values())
-
     def try_acquire(
         self,
         cost: float,
@@ -108,11 +104,11 @@ class Balancer:
         *,
         only: str = "",
     ) -> str | None:
-        """The least-loaded worker that may take it, now loaded; None when all must be waited for.
+        """Add `cost` to the least-loaded worker that qualifies, and return its id.
 
-        A worker qualifies with weights of the same incarnation that are at least as new as
-        `version`; None takes any weights. One that is preferred and qualifies is taken first.
-        `only`: no other than this one qualifies.
+        Returns None if no worker can take it now. A worker qualifies if its weights are of the same
+        incarnation as `version` and at least as new, or with any if that is None. A preferred
+        worker that qualifies is taken first. `only`: no other worker than this one qualifies.
 
         >>> balancer, first = Balancer(), WeightsVersion(0, 0)
         >>> balancer.add_worker("small", capacity=2, overhead=0, version=first)
@@ -154,19 +150,19 @@ class Balancer:
 
 @dataclass(slots=True, eq=False)
 class Hold:
-    """Who keeps its weights while others get newer ones: for one evaluation.
+    """For one evaluation, a worker that keeps its weights while others get newer ones.
 
-    Its worker may change when it is lost.
+    If the worker is lost, another may take its place.
     """
 
-    version: WeightsVersion  # that is evaluated
-    worker_id: str = ""  # empty: training cannot spare one
+    version: WeightsVersion  # the evaluated one
+    worker_id: str = ""  # empty: training cannot spare a worker
 
 
 class Holds:
-    """All that are open. Training always has one worker at least that gets its weights.
+    """All open holds. At least one worker is always left for training.
 
-    A worker that is held drops out of training by itself: it gets no lease on newer weights.
+    A held worker drops out of training by itself: leases for training want newer weights.
     """
 
     def __init__(self) -> None:
@@ -174,11 +170,11 @@ class Holds:
 
     @property
     def workers(self) -> frozenset[str]:
-        """Who is held."""
+        """Ids of the held workers."""
         return frozenset(hold.worker_id for hold in self._open if hold.worker_id)
 
     def begin(self, version: WeightsVersion, working: Sequence[str]) -> Hold:
-        """A hold on the first of `working`, who serve `version`, that can be spared.
+        """A hold on the first worker of `working` that can be spared; all of them serve `version`.
 
         >>> holds, first = Holds(), WeightsVersion(1, 0)
         >>> holds.begin(first, ["a", "b"]).worker_id, holds.begin(first, ["a", "b"]).worker_id
@@ -189,19 +185,19 @@ class Holds:
         return hold
 
     def end(self, hold: Hold) -> None:
-        """It needs its worker no longer."""
+        """The evaluation has ended, and releases its worker."""
         self._open.remove(hold)
 
     def joined(
         self, worker_id: str, version: WeightsVersion | None, working: Sequence[str]
     ) -> None:
-        """A worker has come that serves `version`: a hold for it without a worker takes this one.
+        """A worker that serves `version` has joined: a hold without a worker may take this one.
 
         Engines start one after the other, and a run begins with the first.
 
         >>> holds, first = Holds(), WeightsVersion(1, 0)
         >>> hold = holds.begin(first, ["a"])
-        >>> holds.joined("b", WeightsVersion(1, 1), ["a", "b"])  # newer weights: it is no use
+        >>> holds.joined("b", WeightsVersion(1, 1), ["a", "b"])  # newer weights: of no use
         >>> holds.joined("c", first, ["a", "b", "c"])
         >>> hold.worker_id
         'c'
@@ -212,9 +208,9 @@ class Holds:
                 return
 
     def review(self, working: Sequence[str]) -> None:
-        """Workers have gone: a hold that has lost its worker takes another.
+        """Workers have left: a hold that has lost its worker takes another.
 
-        Where training has no other worker left, it gets the last one back.
+        If training has no other worker left, the holds give theirs back.
 
         >>> holds = Holds()
         >>> hold = holds.begin(WeightsVersion(1, 0), ["a", "b", "c"])

@@ -1,7 +1,7 @@
-"""The control process: a registry a role, and the batcher of the run.
+"""The control process: a registry for each role, and the batcher of the run.
 
 consumes:     registrations, the calls of one run, its trainer's signs of life
-produces:     registered workers, items for the ranks, results of asked work
+produces:     registered workers, items for the ranks, answers of workers
 waits for:    workers and ranks
 unblocked by: a registration, an answer, a request of every rank
 """
@@ -61,20 +61,20 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Work = Callable[[], Coroutine[object, object, T]]
 TICK_S = 1.0
-# Counted in ticks: time in which this process itself stood still counts for nobody.
+# Counted in ticks: time in which this process itself stood still does not count.
 IDLE_TICKS = round(deadlines.CONTROLLER_IDLE_S / TICK_S)
 SILENT_TICKS = round(deadlines.TRAINER_SILENCE_S / TICK_S)
 UNWITNESSED_TICKS = round(deadlines.UNWITNESSED_S / TICK_S)
 TAKEOVER_TICK_S = 0.1
-# Looking through what a thousand episodes hold takes 0.2 s, in which nobody is answered; Python
-# itself looked five times in 73 s. A minute of their turns left no garbage at all.
+# A collection over the objects of a thousand episodes takes 0.2 s, in which no call is answered;
+# Python itself ran five in 73 s. A minute of their turns left no garbage at all.
 COLLECT_TICKS = 600
 
 
 class Controller:
-    """One a namespace, see `find.find_or_make_controller`.
+    """One in each namespace, see `find.find_or_make_controller`.
 
-    Every call of a run names it with its epoch; one of another raises `RunLost` at once.
+    Every call of a run passes its `RunId`; a call of any other run raises `RunLost` at once.
     """
 
     def __init__(self, code: str, *, kill: Callable[[object], None] = ray.kill) -> None:
@@ -82,11 +82,11 @@ class Controller:
         self._code = code
         self._kill = kill
         self._registries: dict[str, WorkerRegistry] = {}
-        # Neither lease nor epoch is ever that of an earlier controller.
+        # No lease and no epoch has the number of one of an earlier controller.
         self._lease_ids = itertools.count(time.time_ns())
         self._epochs = itertools.count(time.time_ns() // 1_000)
         self._run: ServedRun | None = None
-        self._teachers: dict[str, WorkerInfo] = {}  # the latest that registered, by role
+        self._teachers: dict[str, WorkerInfo] = {}  # the latest teacher or service of each role
         self._beginning = asyncio.Lock()
         self._endings: dict[RunId, str] = {}
         self._idle_ticks = 0
@@ -97,9 +97,10 @@ class Controller:
         self._ticking = asyncio.create_task(self._tick(), name="tick")
 
     async def hello(self, code: str) -> None:
-        """A dispatcher or a trainer of this `code` lives; this controller goes on for a while.
+        """A dispatcher or a trainer of this `code` is alive; this controller lives on for a while.
 
-        Raises `ConfigError` when workers or a run of other code use it; unused, it ends itself.
+        If the code differs, raises `ConfigError` while workers or a run use this controller, and
+        ends this process otherwise.
         """
         self._idle_ticks = 0
         if code == self._code:
@@ -115,9 +116,9 @@ class Controller:
     async def register(self, info: WorkerInfo, handle: WorkerHandle) -> None:
         """Admit a worker once it serves the weights of its role, if there are any yet.
 
-        Raises what the worker raised when it cannot load them, `WorkerError` when it is lost,
-        `ConfigError` for a verifier pool with other rewards than those that are used, and for a
-        teacher of another model than the others of its name.
+        Raises the worker's error if it cannot load them, `WorkerError` if it is lost, `ConfigError`
+        for a verifier pool with other rewards than those in use, and for a teacher whose model
+        differs from the others of its name.
         """
         self._idle_ticks = 0
         self._check_model(info)
@@ -129,11 +130,11 @@ class Controller:
         self.registry_of(role).deregister(worker_id)
 
     async def drain(self, role: str, worker_id: str, draining: bool = True) -> None:
-        """Give a worker no new work, in this run and later ones, until it is told otherwise."""
+        """Give a worker no new work, in this run and later ones, or with False some again."""
         self.registry_of(role).drain(worker_id, draining=draining)
 
     async def standing(self, worker_ids: Mapping[str, Sequence[str]]) -> dict[str, Standing]:
-        """How each worker, listed by role, is seen here; a sign of life too."""
+        """The state of each worker, listed by role; the call is a dispatcher's sign of life."""
         self._idle_ticks = 0
         run = self._run.id.incarnation if self._run else 0
         standing: dict[str, Standing] = {}
@@ -142,47 +143,39 @@ class Controller:
         return standing
 
     async def current_run(self) -> RunId | None:
-        """Its id, for commands that look on; None: there is none."""
+        """The id of the run, for commands that observe it; None: there is none."""
         return self._run.id if self._run else None
 
     async def roles(self) -> tuple[str, ...]:
         """The names of the roles that have had a worker."""
-        return self._known_roles
-
-    @property
-    def _known_roles(self) -> tuple[str, ...]:
         known = self._registries.items()
         return tuple(name for name, registry in known if registry.history.counts["registered"])
 
     async def members(self, role: str) -> tuple[WorkerInfo, ...]:
-        """Everyone admitted."""
+        """All admitted workers of a role."""
         return tuple(member.info for member in self.registry_of(role).members)
 
     async def receivers(self, role: str) -> tuple[tuple[WorkerInfo, WorkerHandle], ...]:
-        """Everyone who gets new weights, with its handle: those over devices go there directly."""
-        registry = self.registry_of(role)
-        return tuple(
-            (member.info, member.handle)
-            for member in registry.members
-            if registry.follows(member.info.worker_id)
-        )
+        """The workers that get new weights, with handles: device transport calls them directly."""
+        receivers = self.registry_of(role).receivers.values()
+        return tuple((member.info, member.handle) for member in receivers)
 
     async def fenced(self, role: str) -> dict[str, str]:
-        """The latest workers that were excluded, with the reason."""
+        """The latest excluded workers, with the reasons."""
         return dict(self.registry_of(role).history.exclusions)
 
     async def counts(self, role: str) -> dict[str, int]:
-        """How often what has happened to workers of a role, see `History`."""
+        """Counts of the events of a role's workers, see `History`."""
         return dict(self.registry_of(role).history.counts)
 
     async def begin_run(
         self, plan: BatcherPlan, witness: WitnessHandle, recorder: RecorderHandle | None
     ) -> int:
-        """The epoch of a run that begins, or goes on, with this plan.
+        """Begin or resume a run with this plan; return its epoch.
 
-        `witness`: dies with the run's trainer. `recorder`: its `RunRecorder`, if anything is to be
-        recorded. The same incarnation again takes the place of what is here. Raises `ConfigError`
-        when another run lives, after a while in which it may end.
+        `witness`: an actor that dies with the run's trainer. `recorder`: the run's `RunRecorder`,
+        None to record nothing. A run of the same incarnation is replaced. Raises `ConfigError` if
+        another run does not end within a while.
         """
         async with self._beginning:
             trainer = await trainer_of(witness)
@@ -203,7 +196,7 @@ class Controller:
         self._end(self._current(run), "its trainer has ended it")
 
     async def heard(self, run: RunId) -> None:
-        """The trainer lives; said every second, from a thread."""
+        """The trainer is alive; a thread of it calls this every second."""
         self._current(run).silent_ticks = 0
 
     async def publish(
@@ -220,22 +213,22 @@ class Controller:
         return dict(zip(roles, await self._while_it_lasts(run, update), strict=True))
 
     async def published(self, run: RunId, version: WeightsVersion) -> None:
-        """Weights are out: the staleness window moves, and slots start."""
+        """Weights are published: the staleness window moves, and slots start."""
         await self._current(run).published(version)
 
     async def next_items(self, run: RunId, rank: int, index: int) -> StreamItems:
-        """Answer `index` of a rank's stream; asking for it again gives it again."""
+        """Answer `index` of a rank's stream; a repeated call gets the same answer."""
         return await self._current(run).batcher.next_items(rank, index)
 
     async def taught_again(
         self, run: RunId, rank: int, index: int, keys: Sequence[RowKey]
     ) -> Minibatch:
-        """Item `index` of a rank with new tickets for these samples, whose payloads are lost."""
+        """Item `index` of a rank, with new tickets for these samples, whose payloads are lost."""
         batcher = self._current(run).batcher
         return await self._while_it_lasts(run, partial(batcher.taught_again, rank, index, keys))
 
     async def teacher_head(self, run: RunId, role: str) -> tuple[Awaitable[Arrays], ...]:
-        """The reference of what makes logits of a teacher's hidden states, in a container."""
+        """The reference to a teacher's head (which turns hidden states into logits), in a tuple."""
         served = self._current(run)
         return await self._while_it_lasts(run, partial(served.teacher_head, role))
 
@@ -244,13 +237,13 @@ class Controller:
         await self._current(run).batcher.hungry(index)
 
     async def evaluated(self, run: RunId) -> tuple[EvaluationResult, ...]:
-        """Results that no end of a step has brought, once all evaluations have ended."""
+        """Results that no `EndOfStep` has carried, once all evaluations have ended."""
         return await self._while_it_lasts(run, self._current(run).evaluations.finished)
 
     async def control(self, folder: str, control: Control) -> None:
         """Take a request of `async-grpo control` for the run of this output folder.
 
-        Raises `ConfigError` when no such run trains here, or it cannot do that.
+        Raises `ConfigError` if that run does not train here, or cannot fulfil the request.
         """
         served = self._run_in(folder)
         if control.action in AT_ONCE:
@@ -259,7 +252,7 @@ class Controller:
         served.control(control)
 
     async def running(self, folder: str) -> RunStatus:
-        """What may be asked of the run of this output folder; errors as above."""
+        """The status of the run of this output folder, for `control`; errors as there."""
         return self._run_in(folder).running(self._registries.values())
 
     def _run_in(self, folder: str) -> ServedRun:
@@ -281,7 +274,7 @@ class Controller:
         return self._current(run).status()
 
     async def abort(self, run: RunId, reason: str) -> None:
-        """End all work; every rank that waits for an item gets `reason` as its error."""
+        """End all work; every rank that waits for an item gets an error with this reason."""
         self._current(run).close(WorkerError(reason))
 
     async def ask(
@@ -296,12 +289,13 @@ class Controller:
         prefer: str | None = None,
         owner: int | None = None,
     ) -> object:
-        """The answer of one worker of a role to `method(request)`, given under a valid lease.
+        """The answer of one worker of a role to `method(request)`, under a lease.
 
-        `prefer`: a worker's id, a hint. `owner`: the lease under which the asker works itself; the
-        work ends with it. Raises `LeaseLost` when the worker was lost, or the asker's own lease.
+        `prefer`: the id of a worker that is taken if it qualifies. `owner`: the lease of the asking
+        worker; the work ends with it. Raises `LeaseLost` if the worker or the owner's lease is
+        lost.
         """
-        check_service(role, self._known_roles)
+        check_service(role, await self.roles())
         owning = None if owner is None else self._lease(owner)
         ask = self._current(run).ask
         work = partial(
@@ -312,7 +306,7 @@ class Controller:
         )
 
     def registry_of(self, role: str) -> WorkerRegistry:
-        """The registry of a role; raises `ConfigError` when there is no such role."""
+        """The registry of a role; raises `ConfigError` for an unknown role."""
         if role not in self._registries:
             self._registries[role] = WorkerRegistry(
                 role_of(role), lease_ids=self._lease_ids, kill=self._kill
@@ -320,7 +314,7 @@ class Controller:
         return self._registries[role]
 
     def _check_model(self, info: WorkerInfo) -> None:
-        """All teachers, or services, of one name are the same, for as long as a run lasts."""
+        """Raise `ConfigError` for a teacher or service that differs from others of its name."""
         if role_of(info.role).follows != "own":
             return
         known = self._teachers.get(info.role)
@@ -347,7 +341,7 @@ class Controller:
         return self._run
 
     async def _while_it_lasts(self, run: RunId, work: Work[T]) -> T:
-        """What `work` returns; `RunLost` when the run ends first, which ends the work."""
+        """The result of `work`; if the run ends first, cancel the work and raise `RunLost`."""
         tasks = self._current(run).calls
         task = asyncio.ensure_future(work())
         tasks.add(task)
@@ -359,7 +353,7 @@ class Controller:
             raise
 
     def _end(self, run: ServedRun, why: str) -> None:
-        """The one end of a run, whatever its cause."""
+        """End a run, if it is still the current one."""
         if self._run is not run:
             return
         logger.info("run %s ends: %s", run.id, why)
@@ -373,7 +367,7 @@ class Controller:
             registry.end_run()
 
     async def _end_with(self, witness: WitnessHandle, run: ServedRun) -> None:
-        """End it once the witness is gone and the trainer silent; a killed witness comes again."""
+        """End the run once the witness is gone and its trainer silent: a killed one restarts."""
         reason = ""
         while not reason or run.silent_ticks < UNWITNESSED_TICKS:
             reason = await until_gone(witness.until_death.remote, who=f"trainer {run.trainer}")
@@ -381,7 +375,7 @@ class Controller:
         self._end(run, reason)
 
     async def _until_free(self, incarnation: int) -> None:
-        """No other run is here; raises `ConfigError` when one stays."""
+        """Wait until no other run is here; raise `ConfigError` if one stays."""
         for _ in range(round(deadlines.OTHER_RUN_ENDED_S / TAKEOVER_TICK_S)):
             if self._run is None or self._run.id.incarnation == incarnation:
                 return
@@ -394,7 +388,7 @@ class Controller:
             )
 
     def _users(self) -> str:
-        """Who would have to be stopped for the controller to be unused; empty when it is."""
+        """The commands that use the controller; empty if none does."""
         users = [f"trainer {self._run.trainer}"] if self._run else []
         for registry in self._registries.values():
             users += [member.info.owner for member in registry.members]
@@ -417,29 +411,29 @@ class Controller:
 
     async def _end_process(self, why: str) -> None:
         logger.info("the controller ends: %s", why)
-        # exit_actor() ends an actor from its methods only, not from a task of its own.
+        # exit_actor() works in methods of an actor only, not in its tasks.
         self._kill(own_handle())
-        await asyncio.Future()  # the caller gets the end of this process instead of an answer
+        await asyncio.Future()  # the call fails when the process ends, instead of returning
 
 
 def own_handle() -> ControllerHandle:
-    """The handle of the actor that this process is."""
+    """The handle of this process's actor."""
     return ray.get_runtime_context().current_actor
 
 
 async def trainer_of(witness: WitnessHandle) -> str:
-    """The trainer that a witness belongs to, for people."""
+    """The name of a witness's trainer, for messages."""
     return await asyncio.to_thread(Cluster().driver_of, witness)
 
 
 async def _under(owner: Lease | None, work: Work[T]) -> T:
-    """What `work` returns; raises `LeaseLost` when the lease ends first, which ends the work."""
+    """The result of `work`; if the lease ends first, cancel the work and raise `LeaseLost`."""
     lost = LeaseLost(LossCause.OWNER, "the lease under which the asker works has ended")
     if owner is None:
         raise lost
     try:
         return await owner.during(work())
     except LeaseLost:
-        if owner.is_valid:  # it is the work's own
+        if owner.is_valid:  # the work has lost another lease
             raise
         raise lost from None

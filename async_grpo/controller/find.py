@@ -1,4 +1,4 @@
-"""The way to a namespace's controller: found, or made by the first process that asks."""
+"""Finds the controller of a namespace; the first process that needs one makes it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ POLL_INTERVAL_S = 0.2
 def find_or_make_controller(cluster: Cluster) -> ControllerHandle:
     """The handle of a controller that has just answered, and runs this package's code.
 
-    Raises `ConfigError` when one of other code is in use, saying whom to stop.
+    Raises `ConfigError` if a controller of other code is in use, with the commands to stop.
     """
     deadline = time.monotonic() + deadlines.CONTROLLER_FOUND_S
     while True:
@@ -40,7 +40,7 @@ def find_or_make_controller(cluster: Cluster) -> ControllerHandle:
                 "%s has not answered for %g s and is ended", WHO, deadlines.CONTROLLER_SILENCE_S
             )
             cluster.end(controller)
-        except ProcessLostError:  # it has ended: its name is free in a moment
+        except ProcessLostError:  # it has ended: its name will be free in a moment
             if time.monotonic() > deadline:
                 raise
         else:
@@ -50,7 +50,7 @@ def find_or_make_controller(cluster: Cluster) -> ControllerHandle:
 
 @cache
 def code_hash() -> str:
-    """A hash of this package's source: processes of other code do not understand each other."""
+    """A hash of this package's source: processes of different code must not work together."""
     package = Path(__file__).parents[1]
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
@@ -59,7 +59,7 @@ def code_hash() -> str:
 
 
 def _named_controller(cluster: Cluster) -> ControllerHandle:
-    """The actor of that name, possibly one that is still starting, or has just died."""
+    """The controller's actor, which may still be starting, or may just have died."""
     from async_grpo.controller.controller import Controller
 
     actor = cluster.actor(
@@ -67,7 +67,7 @@ def _named_controller(cluster: Cluster) -> ControllerHandle:
         name=CONTROLLER,
         get_if_exists=True,
         lifetime="detached",
-        max_restarts=0,  # a new process would know nothing: it has another handle
+        max_restarts=0,  # a new process has lost all state: it must have another handle
         max_concurrency=100_000,  # ranks and environment workers have calls open at any time
         scheduling_strategy=cluster.on_head_node(),
     )

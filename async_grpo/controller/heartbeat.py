@@ -1,7 +1,7 @@
 """How the controller learns that a process is gone: dead, frozen or unreachable.
 
-A worker answers a ping only after the interval, so that one call is always under way: the end of
-its process ends the call at once, and a process that is frozen lets its lease run out.
+A worker answers a ping only after the interval, so that a call is always under way: the call fails
+at once when the process dies, and misses its deadline when the process is frozen.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from async_grpo.util.errors import AsyncGrpoError, LossCause, ProcessLostError
 if TYPE_CHECKING:
     from async_grpo.cluster.handles import WorkerHandle
 
-# A deadline is counted in ticks instead of measured: a controller that was itself frozen, or
-# starved of its CPU, finds the answers that came meanwhile before it has counted another tick.
+# Deadlines are counted in ticks, not measured: a controller that was itself frozen, or starved of
+# CPU, finds the answers that came meanwhile before it counts another tick.
 T = TypeVar("T")
 TICKS = 10
-GONE_PAUSES_S = (1.0, 0.0)  # after each try: the network may fail once
+GONE_PAUSES_S = (1.0, 0.0)  # after each try: one network failure is no end
 
 
 class Loss(NamedTuple):
@@ -39,9 +39,9 @@ async def until_lost(
     lease_s: float,
     who: str,
 ) -> Loss:
-    """Return when a worker is lost: it died, or it has owed its answer for `lease_s`.
+    """Return when a worker is lost: it died, or its answer is `lease_s` overdue.
 
-    `heard` gets its answers.
+    `heard` gets its pulses.
     """
     clock = asyncio.get_running_loop().time
     while True:
@@ -51,7 +51,7 @@ async def until_lost(
             if not await in_ticks(ping, limit_s=interval_s + lease_s):
                 return Loss(LossCause.SILENT, f"{who} has not answered for {lease_s:g} s")
             heard(ping.result())
-            # A worker that answers at once, against the rules, is not asked without a pause.
+            # A faulty worker that answers at once must not be pinged in a busy loop.
             await asyncio.sleep(started + interval_s - clock())
         except ProcessLostError as error:
             return Loss(LossCause.DIED, str(error))
@@ -62,7 +62,7 @@ async def until_lost(
 
 
 async def until_gone(call: Callable[[], Awaitable[object]], *, who: str) -> str:
-    """Why the process that a `call` which never returns was made to has ended, once it has."""
+    """Wait until a process has ended, and return why; `call()` to it never returns before."""
     reason = f"{who} has ended"
     for pause_s in GONE_PAUSES_S:
         try:
@@ -74,7 +74,7 @@ async def until_gone(call: Callable[[], Awaitable[object]], *, who: str) -> str:
 
 
 async def in_ticks(awaited: asyncio.Future[T], *, limit_s: float) -> bool:
-    """Whether it is done within `limit_s`, in which time that this process stood still is none."""
+    """Whether it is done within `limit_s`, not counting time in which this process stood still."""
     for _ in range(TICKS):
         done, _pending = await asyncio.wait({awaited}, timeout=limit_s / TICKS)
         if done:
@@ -83,5 +83,5 @@ async def in_ticks(awaited: asyncio.Future[T], *, limit_s: float) -> bool:
 
 
 async def _ping(handle: WorkerHandle, interval_s: float, who: str) -> Pulse:
-    # Its own deadline is the caller's count of ticks.
+    # No timeout: the caller counts ticks.
     return await handles.call(handle.ping.remote(interval_s), timeout_s=None, who=who)

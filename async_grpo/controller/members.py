@@ -1,8 +1,8 @@
-"""Workers that are admitted: who they are, which leases have died, who came and went. Pure.
+"""The admitted workers of a role, the silence of their leases, and their history. Pure.
 
-A deadline on an answer would drop the long outputs and keep the short ones. So a lease lives as
-long as tokens come for it, however many; and while its request stands in the worker's line, as long
-as tokens come for others, behind whom it waits. Its worker's pulses tell of the tokens.
+A deadline on an answer would drop long outputs and keep short ones. So a lease lives as long as
+tokens come for it, however many; and while its request waits in the worker's queue, as long as
+tokens come for the requests before it. Pulses of the worker carry the numbers of tokens.
 """
 
 from __future__ import annotations
@@ -21,36 +21,36 @@ if TYPE_CHECKING:
     from async_grpo.controller.leases import Lease
 
 NUM_EXCLUSIONS_KEPT = 256
-UNKNOWN = RequestPulse(0, is_waiting=False)  # on its way to the worker, or lost on the way
+UNKNOWN = RequestPulse(0, is_waiting=False)  # not at the worker yet, or lost on the way
 
 
 @dataclass(slots=True)
 class _Silence:
-    """Of one lease."""
+    """How long no token has come for one lease."""
 
     limit_s: float
     num_tokens: int = 0  # at the latest pulse
     seconds: float = 0.0
-    num_others: int = 0  # tokens that the worker has made meanwhile
+    num_others: int = 0  # tokens that the worker has made meanwhile for others
 
 
 class TokenWatch:
-    """Counts, from the pulses of one worker, which of its leases have died.
+    """Finds dead leases of one worker by its pulses.
 
-    Silence is counted in pulses, not by the clock: a controller that is frozen accuses no worker. A
-    worker that sends none is not judged here.
+    Silence is counted in pulses, not by the clock, so that a frozen controller blames no worker.
+    `heartbeat` finds a worker that sends no pulses.
     """
 
     def __init__(self) -> None:
-        self._num_tokens = 0  # of the worker, at the latest pulse
-        self._silences: dict[int, _Silence] = {}
+        self._num_tokens = 0  # made by the worker, at the latest pulse
+        self._silences: dict[int, _Silence] = {}  # by lease id
 
     def granted(self, lease_id: int, *, limit_s: float) -> None:
-        """The lease is given up when it has been silent for `limit_s`."""
+        """Watch a lease, which is dead after `limit_s` of silence."""
         self._silences[lease_id] = _Silence(limit_s)
 
     def heard(self, pulse: Pulse, *, seconds: float) -> int:
-        """Take in a pulse that came `seconds` after the one before; the tokens made meanwhile.
+        """Count a pulse, `seconds` after the last one; return the tokens made meanwhile.
 
         >>> watch = TokenWatch()
         >>> watch.granted(7, limit_s=10)
@@ -66,7 +66,7 @@ class TokenWatch:
         num_made, self._num_tokens = pulse.num_tokens - self._num_tokens, pulse.num_tokens
         for lease_id, silence in self._silences.items():
             request = pulse.requests.get(lease_id, UNKNOWN)
-            # A sequence that ends takes its tokens along: fewer are a sign of life too.
+            # A sequence that ends is no longer counted: fewer tokens are a sign of life too.
             came = request.num_tokens != silence.num_tokens
             silence.num_tokens = request.num_tokens
             if came or (request.is_waiting and num_made):
@@ -77,11 +77,11 @@ class TokenWatch:
         return num_made
 
     def keep(self, leases: Collection[int]) -> None:
-        """All others have ended."""
+        """Forget all other leases: they have ended."""
         self._silences = {name: self._silences[name] for name in self._silences if name in leases}
 
     def dead(self) -> dict[int, str]:
-        """The leases that have been silent for too long, and how."""
+        """The leases that have been silent for too long, by id, with a description."""
         return {
             lease_id: _describe(silence)
             for lease_id, silence in self._silences.items()
@@ -100,29 +100,26 @@ def _describe(silence: _Silence) -> str:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Member:
-    """A worker that is admitted."""
+    """An admitted worker."""
 
     info: WorkerInfo
     handle: WorkerHandle
     heartbeat: asyncio.Task[Loss]
-    leases: dict[int, Lease] = field(default_factory=dict)  # those that are valid, by id
+    leases: dict[int, Lease] = field(default_factory=dict)  # valid ones, by id
     watch: TokenWatch = field(default_factory=TokenWatch)
 
 
 class History:
-    """What a registry remembers of its workers' comings and goings.
-
-    It counts events for ever, and knows the newest exclusions.
-    """
+    """Counts of all events of a role's workers, and the latest exclusions."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()  # by `kind` or `kind: cause`
-        self.exclusions: dict[str, str] = {}  # the latest workers that were fenced, with the reason
+        self.exclusions: dict[str, str] = {}  # reasons of the latest fenced workers, by id
 
     def note(
         self, kind: str, worker_id: str = "", cause: str = "", reason: str = "", *, num: int = 1
     ) -> None:
-        """Something has happened to a worker, or to `num` of its leases.
+        """Count an event of a worker, or of `num` of its leases.
 
         `cause` is a word or two, such as "died", `reason` a sentence.
 

@@ -1,8 +1,8 @@
 """The workers of one role: who can work, with which weights, under which load.
 
-consumes:     registrations, requests for leases, snapshots of weights, answers to its pings
-produces:     leases on workers, over which the request and its answer travel
-waits for:    a worker below its capacity that serves the version asked for
+consumes:     registrations, requests for leases, snapshots of weights, answers to pings
+produces:     leases on workers, through which requests and answers pass
+waits for:    a worker below its capacity that serves the requested version
 unblocked by: a returned lease, a registration, loaded weights
 """
 
@@ -50,12 +50,12 @@ if TYPE_CHECKING:
     from async_grpo.cluster.handles import WorkerHandle
 
 logger = logging.getLogger(__name__)
-UNVERSIONED = WeightsVersion(0, 0)  # what workers serve whose weights are not the trainer's
-SHARE_OF_EVALUATIONS = 1 / 8  # of workers that train meanwhile
+UNVERSIONED = WeightsVersion(0, 0)  # of workers whose weights are not the trainer's
+SHARE_OF_EVALUATIONS = 1 / 8  # of the capacity of workers that also sample for training
 
 
 class WorkerRegistry:
-    """Knows the members of one role, gives leases on them, and fences those that are lost."""
+    """The members of one role: gives leases on them, and fences lost ones."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class WorkerRegistry:
         self._balancer = Balancer()
         self._line = WaitingLine(try_acquire=self._try_acquire, release=self._release)
         self._members: dict[str, Member] = {}
-        self.num_tokens = 0  # that workers have made, by their pulses
+        self.num_tokens = 0  # made by the workers, by their pulses
         self._lost = Counter[str]()
         self._updates = Updates(role.name, serves=self._serves, fence=self._fence)
         self._holds = Holds()
@@ -94,11 +94,11 @@ class WorkerRegistry:
     ) -> AsyncIterator[Lease]:
         """A lease on the least-loaded worker that serves `version` or a later one, for the body.
 
-        `terms`: of an evaluation, which has no other engine than that of its hold. `received` gets
-        the turns that the worker itself asks for under the lease. Raises `NoWorkerError`, saying
-        what is missing, when none is free for `timeout_s` in which no token was made and `moves`
-        stayed the same. Raises `LeaseLost` inside the body, or at its end, when the worker is lost,
-        or no token comes for the lease for `timeout_s`.
+        `terms`: of an evaluation, which is sampled by the engine of its hold only. `received` gets
+        the turns that the worker itself requests under the lease. Raises `NoWorkerError`, saying
+        what is missing, after `timeout_s` in which no worker was free, no token was made and
+        `moves()` did not change. Raises `LeaseLost` inside the body, or at its end, if the worker
+        is lost or makes no token for the lease within `timeout_s`.
         """
         hold = terms.hold if terms and self._role.name == GENERATION else None
         cost = cost if terms is None or terms.is_counted else 0.0
@@ -131,7 +131,7 @@ class WorkerRegistry:
     async def register(self, info: WorkerInfo, handle: WorkerHandle) -> None:
         """Admit a worker once it serves the current weights, if there are any yet.
 
-        Raises what the worker raised when it cannot load them, `WorkerError` when it is lost.
+        Raises the worker's error if it cannot load them, `WorkerError` if it is lost.
         """
         worker_id, who = info.worker_id, self._who(info.worker_id)
         heartbeat = asyncio.create_task(
@@ -167,7 +167,7 @@ class WorkerRegistry:
             self.history.note("left", worker_id)
 
     def drain(self, worker_id: str, *, draining: bool = True) -> None:
-        """Give a worker no new work, in this run and later ones, until it is told otherwise."""
+        """Give a worker no new work, in this run and later ones, or with False some again."""
         if worker_id in self._members:
             self._balancer.drain(worker_id, draining=draining)
             self._review_holds()
@@ -176,11 +176,11 @@ class WorkerRegistry:
 
     @property
     def draining(self) -> tuple[str, ...]:
-        """Ids of those that get no new work."""
-        return tuple(name for name in self._members if self._balancer.is_draining(name))
+        """Ids of the workers that get no new work."""
+        return self._balancer.draining
 
     def standing(self, worker_ids: Collection[str], *, run: int = 0) -> dict[str, Standing]:
-        """How each of these workers is seen here, while `run` is served (0: none)."""
+        """The state of each of these workers here; `run` is the incarnation served (0: none)."""
         standing = {}
         for name in worker_ids:
             member, excluded = self._members.get(name), self.history.exclusions.get(name, "")
@@ -189,14 +189,20 @@ class WorkerRegistry:
         return standing
 
     def take_lost(self) -> Counter[str]:
-        """Answers that never came since the last call, and their tokens, by cause."""
+        """Numbers of answers that were lost since the last call, and of their tokens, by cause."""
         lost, self._lost = self._lost, Counter()
         return lost
 
     @property
     def members(self) -> tuple[Member, ...]:
-        """Everyone admitted."""
+        """All admitted workers."""
         return tuple(self._members.values())
+
+    @property
+    def receivers(self) -> dict[str, Member]:
+        """The members that get new weights, by id: a held one does not."""
+        held = self._holds.workers
+        return {name: member for name, member in self._members.items() if name not in held}
 
     def find_lease(self, lease_id: int) -> Lease | None:
         """The valid lease of that id."""
@@ -204,19 +210,18 @@ class WorkerRegistry:
         return next(filter(None, found), None)
 
     async def publish(self, snapshot: WeightsSnapshot, *, timeout_s: float) -> PublishReport:
-        """Have every member serve `snapshot`; fence those that cannot within the deadline.
+        """Have every receiver serve `snapshot`; fence those that cannot within the deadline.
 
-        Once a member serves it, one that needs much longer is not waited for: it gets no work until
-        it has caught up.
+        Once a member serves it, this does not wait for one that needs much longer, which gets no
+        work until it has caught up.
         """
-        following = {name: member for name, member in self._members.items() if self.follows(name)}
-        return await self._updates.publish(snapshot, following, timeout_s=timeout_s)
+        return await self._updates.publish(snapshot, self.receivers, timeout_s=timeout_s)
 
     @contextlib.contextmanager
     def held(self, version: WeightsVersion) -> Iterator[Hold]:
-        """Within, one worker that serves `version` keeps it, if training can spare one.
+        """One worker that serves `version` keeps it for the body, if training can spare one.
 
-        At the end it gets the latest weights.
+        At the end it loads the latest weights.
         """
         hold = self._holds.begin(version, self._balancer.serving(version))
         try:
@@ -226,14 +231,10 @@ class WorkerRegistry:
             if hold.worker_id:
                 self._catch_up(hold.worker_id)
 
-    def follows(self, worker_id: str) -> bool:
-        """Whether a worker gets new weights: one that is held does not."""
-        return worker_id not in self._holds.workers
-
     def room(self, hold: Hold | None) -> float:
-        """What an evaluation may take at a time, in the unit of the role.
+        """The load that an evaluation may have at a time, in the unit of the role.
 
-        All that its own worker has; of workers that it shares with training, a part.
+        It may use the whole capacity of its own worker, but a part of those that train meanwhile.
         """
         if hold and hold.worker_id in self._members:
             return self._members[hold.worker_id].info.capacity
@@ -241,7 +242,7 @@ class WorkerRegistry:
         return whole if hold is None else whole * SHARE_OF_EVALUATIONS
 
     def end_run(self) -> None:
-        """Forget the run's weights, end its leases and requests, refuse who still waits.
+        """Forget the run's weights, end its leases and requests, refuse waiting requests.
 
         No request gets a lease on weights before the next run has published some.
         """
@@ -269,7 +270,7 @@ class WorkerRegistry:
         return lease
 
     def _release(self, lease: Lease) -> None:
-        """The work is done or given up, unless the lease has been lost before."""
+        """Return a lease, unless it has been lost before."""
         if lease.is_valid:
             del self._members[lease.worker_id].leases[lease.lease_id]
             self._balancer.release(lease.worker_id, lease.cost)
@@ -279,7 +280,7 @@ class WorkerRegistry:
     def _end_leases(
         self, member: Member, lease_ids: Collection[int], cause: LossCause, reason: str
     ) -> int:
-        """Their holders get `LeaseLost`; the number of leases."""
+        """End these leases with `LeaseLost`; return their number."""
         worker_id = member.info.worker_id
         message = f"the lease on {self._who(worker_id)} has ended: {reason}"
         for lease_id in lease_ids:
@@ -295,7 +296,7 @@ class WorkerRegistry:
             self._line.serve()
 
     def _remove(self, worker_id: str, cause: LossCause, reason: str) -> bool:
-        """Whether it was a member."""
+        """Forget a worker; return whether it was a member."""
         member = self._members.pop(worker_id, None)
         if member is None:
             return False
@@ -324,13 +325,13 @@ class WorkerRegistry:
         logger.warning("%s is fenced: %s", self._who(worker_id), reason)
         self.history.note("fenced", worker_id, cause, reason)
         self._remove(worker_id, cause, reason)
-        # A worker in doubt must not serve: it comes back only through a new registration.
+        # It may still work: it must not serve before it has registered again.
         self._kill(member.handle)
 
     def _heard(self, worker_id: str, pulse: Pulse) -> None:
-        """Take in what a worker has made since the ping before; leases without tokens end."""
+        """Count the tokens that a worker has made since its last pulse; end leases without any."""
         member = self._members.get(worker_id)
-        if member is None:  # it has not joined yet
+        if member is None:  # it is not admitted yet
             return
         member.watch.keep(member.leases)
         self.num_tokens += member.watch.heard(pulse, seconds=self._ping_interval_s)
@@ -347,7 +348,7 @@ class WorkerRegistry:
             self._fence(worker_id, *heartbeat.result())
 
     async def _abort(self, member: Member) -> None:
-        """End the requests of a worker; where it cannot, its heartbeat ends."""
+        """End the requests of a worker; one that cannot is found by its heartbeat."""
         call, who = member.handle.abort_all.remote(), self._who(member.info.worker_id)
         with contextlib.suppress(AsyncGrpoError):
             await handles.call(call, timeout_s=deadlines.WORK_ENDED_S, who=who)
@@ -363,17 +364,16 @@ class WorkerRegistry:
             return "none is registered" + excluded
         snapshot = self._updates.snapshot
         serving = snapshot.version if snapshot else "none yet"
-        draining = f", {num} of them draining" if (num := self._balancer.num_draining) else ""
+        draining = f", {num} of them draining" if (num := len(self.draining)) else ""
         return f"{len(self._members)} registered{draining}, weights published: {serving}{excluded}"
 
 
 def registry_with(worker_id: str, registries: Collection[WorkerRegistry]) -> WorkerRegistry:
-    """Where a worker is registered; raises `ConfigError` when it is nowhere."""
-    for registry in registries:
-        if any(member.info.worker_id == worker_id for member in registry.members):
-            return registry
-    known = [member.info.worker_id for registry in registries for member in registry.members]
+    """The registry of a worker; raises `ConfigError` if no registry has it."""
+    found = {each.info.worker_id: registry for registry in registries for each in registry.members}
+    if worker_id in found:
+        return found[worker_id]
     raise ConfigError(
-        f"the worker must be one of {', '.join(known) or 'those that have registered'}, got "
+        f"the worker must be one of {', '.join(found) or 'those that have registered'}, got "
         f"{worker_id!r}: async-grpo control RUN show lists them"
     )

@@ -1,14 +1,16 @@
-"""New weights on their way to the workers of a role: who must load what, and who waits for whom."""
+"""Updates of a role's workers to new weights: publications, first loads, late loads."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from async_grpo.cluster import handles
 from async_grpo.controller.heartbeat import Loss
+from async_grpo.controller.leases import Fence
 from async_grpo.controller.members import Member
 from async_grpo.types import PublishReport, WeightsAck, WeightsSnapshot, WeightsVersion
 from async_grpo.util import deadlines
@@ -26,35 +28,26 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+@dataclass(slots=True, eq=False)
 class Updates:
-    """Holds the snapshot that was announced last, and brings workers to serve it."""
+    """Keeps the latest snapshot, and has workers load it."""
 
-    def __init__(
-        self,
-        role: str,
-        *,
-        serves: Callable[[str, WeightsVersion], None],
-        fence: Callable[[str, LossCause, str], None],
-    ) -> None:
-        """`serves` gets a worker that has loaded the snapshot, `fence` one that cannot."""
-        self._role = role
-        self._serves = serves
-        self._fence = fence
-        self._loads: set[asyncio.Task[WeightsAck | str]] = set()
-        self.snapshot: WeightsSnapshot | None = None
+    role: str
+    serves: Callable[[str, WeightsVersion], None]  # gets a worker that has loaded a version
+    fence: Fence  # gets a worker that cannot load the snapshot
+    snapshot: WeightsSnapshot | None = None  # the latest published one
+    _loads: set[asyncio.Task[WeightsAck | str]] = field(default_factory=set)
 
     async def publish(
         self, snapshot: WeightsSnapshot, members: Mapping[str, Member], *, timeout_s: float
     ) -> PublishReport:
-        """Have all of `members` serve `snapshot`; those that cannot within the deadline are fenced.
+        """Have all of `members` serve `snapshot`; fence those that cannot within the deadline.
 
-        Once a member serves it, one that needs much longer is not waited for: it is fenced or
-        serves later.
+        Once a member serves it, this does not wait for one that needs much longer, which serves it
+        later or is fenced.
         """
         self.snapshot = snapshot
-        loads = {}
-        for worker_id, member in members.items():
-            loads[worker_id] = self._begin(member, snapshot, timeout_s)
+        loads = {name: self._begin(each, snapshot, timeout_s) for name, each in members.items()}
         await self._until_enough(loads.values())
         outcomes = {name: load.result() for name, load in loads.items() if load.done()}
         return PublishReport(
@@ -65,14 +58,14 @@ class Updates:
         )
 
     def catch_up(self, member: Member, *, timeout_s: float) -> None:
-        """Have a worker that was left out of updates serve the latest, some time soon."""
+        """Start to load the latest snapshot into a worker that was left out of updates."""
         if self.snapshot is not None:
             self._begin(member, self.snapshot, timeout_s)
 
     async def bring_up(
         self, handle: WorkerHandle, heartbeat: asyncio.Task[Loss], *, who: str
     ) -> WeightsVersion | None:
-        """The version that a newcomer serves, after loading what is published at this moment."""
+        """Have a new worker load the published snapshot; return the version, None without one."""
         loaded: WeightsVersion | None = None
         while self.snapshot is not None and loaded != self.snapshot.version:
             snapshot = self.snapshot
@@ -90,7 +83,7 @@ class Updates:
                 load.result()
             except SnapshotLostError:
                 self._forget(snapshot)
-            except ProcessLostError as error:  # the caller must not take it for ours
+            except ProcessLostError as error:  # the caller would take it for the controller's end
                 raise WorkerError(str(error)) from None
             else:
                 loaded = snapshot.version
@@ -108,31 +101,32 @@ class Updates:
     async def _load(
         self, member: Member, snapshot: WeightsSnapshot, timeout_s: float
     ) -> WeightsAck | str:
-        """The acknowledgement, or why there is none."""
+        """The acknowledgement, or the reason why there is none."""
         worker_id = member.info.worker_id
         try:
             ack = await handles.call(
                 member.handle.load_weights.remote(snapshot),
                 timeout_s=timeout_s,
-                who=f"{self._role} worker {worker_id}",
+                who=f"{self.role} worker {worker_id}",
             )
-        except SnapshotLostError as error:  # the trainer's end, not the worker's fault
+        except SnapshotLostError as error:  # the trainer has ended: not the worker's fault
             self._forget(snapshot)
             return str(error)
         except AsyncGrpoError as error:
             died = isinstance(error, ProcessLostError)
-            self._fence(worker_id, LossCause.DIED if died else LossCause.UPDATE, str(error))
+            self.fence(worker_id, LossCause.DIED if died else LossCause.UPDATE, str(error))
             return str(error)
         if self.snapshot is snapshot:
-            self._serves(worker_id, snapshot.version)
+            self.serves(worker_id, snapshot.version)
         return ack
 
     async def _until_enough(self, loads: Collection[asyncio.Task[WeightsAck | str]]) -> None:
-        """All have ended; or one well, and the others have had as long again, and some patience."""
+        """Wait for all loads; but after the first success only as long again, and some more."""
         clock = asyncio.get_running_loop().time
         started, pending = clock(), set(loads)
-        while pending and not any(_is_served(load) for load in loads):
-            _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+        done = set[asyncio.Task[WeightsAck | str]]()
+        while pending and not any(isinstance(load.result(), WeightsAck) for load in done):
+            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
         if pending:
             await asyncio.wait(pending, timeout=deadlines.LATE_LOADS_S + clock() - started)
 
@@ -140,7 +134,3 @@ class Updates:
         if self.snapshot is snapshot:
             logger.info("weights %s are forgotten: their trainer has ended", snapshot.version)
             self.snapshot = None
-
-
-def _is_served(load: asyncio.Task[WeightsAck | str]) -> bool:
-    return load.done() and isinstance(load.result(), WeightsAck)

@@ -1,10 +1,9 @@
-"""On which terms verifier pools serve together: equal rewards, and a share each of their number.
+"""The terms on which verifier pools serve together: equal rewards, and shares of the processes.
 
-consumes:     what pools state when they register; who is a member
+consumes:     the rewards that pools state when they register; the registered pools
 produces:     the refusal of other rewards; each pool's number of processes
-waits for:    conflicting pools to be found dead, a few seconds: their dispatcher may just have been
-              killed
-unblocked by: their end, or the patience
+waits for:    a few seconds for conflicting pools to end: their dispatcher may have been killed
+unblocked by: the end of these pools, or the deadline
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from async_grpo.cluster import handles
@@ -29,26 +29,23 @@ POLL_INTERVAL_S = 0.25
 NUM_TRIES = round(deadlines.OTHER_REWARDS_GONE_S / POLL_INTERVAL_S) + 1
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
 class VerifierTerms:
-    """One a controller; it looks at who uses the rewards at the moment."""
+    """Compares the rewards of a new pool with those in use; gives every pool its share."""
 
-    def __init__(
-        self, *, pools: Callable[[], Sequence[Member]], trainer: Callable[[], str]
-    ) -> None:
-        """`pools` are the registered ones. `trainer`: of the run; empty when there is none."""
-        self._pools = pools
-        self._trainer = trainer
-        self._rewards: Rewards | None = None  # of the first pool that was admitted
-        self._admitting: dict[str, WorkerInfo] = {}  # not members yet
-        self._told: dict[str, int] = {}  # processes, by worker id
-        self._telling: dict[str, asyncio.Task[None]] = {}
+    pools: Callable[[], Sequence[Member]]  # the registered ones
+    trainer: Callable[[], str]  # of the run; empty if there is none
+    _rewards: Rewards | None = None  # of the first pool that was admitted
+    _admitting: dict[str, WorkerInfo] = field(default_factory=dict)  # not members yet
+    _shares: dict[str, int] = field(default_factory=dict)  # processes that a pool runs, by id
+    _sending: dict[str, asyncio.Task[None]] = field(default_factory=dict)  # of new shares, by id
 
     @asynccontextmanager
     async def admitted(self, info: WorkerInfo) -> AsyncIterator[None]:
-        """Around the registration of a worker; nothing is asked of one without rewards.
+        """Surrounds the registration of a worker; one without rewards has no terms to meet.
 
-        Raises `ConfigError` when others use other rewards than this pool. The first pool fixes
-        them, until neither a pool nor a run is left.
+        Raises `ConfigError` if pools or a run use other rewards than this pool. The first pool
+        fixes them, until neither a pool nor a run is left.
         """
         if info.rewards is None:
             yield
@@ -69,29 +66,29 @@ class VerifierTerms:
             del self._admitting[info.worker_id]
 
     def _require_equal(self, rewards: Rewards) -> None:
-        infos = [*self._admitting.values(), *(pool.info for pool in self._pools())]
-        owners = [*(info.owner for info in infos), self._trainer()]
+        infos = [*self._admitting.values(), *(pool.info for pool in self.pools())]
+        owners = [*(info.owner for info in infos), self.trainer()]
         users = " and ".join(dict.fromkeys(filter(None, owners)))
         if self._rewards is not None and users:
             rewards.require_equal(self._rewards, users=users)
 
     def tell_shares(self) -> None:
-        """Tell each pool how many processes it should run, where that has changed."""
-        pools = {pool.info.worker_id: pool for pool in self._pools()}
+        """Tell each pool how many processes it should run, if its share has changed."""
+        pools = {pool.info.worker_id: pool for pool in self.pools()}
         stated = {n: (p.info.node_id, p.info.rewards) for n, p in pools.items() if p.info.rewards}
         shares = share_out(stated)
         for name, share in shares.items():
-            if self._told.get(name) != share and name not in self._telling:
+            if self._shares.get(name) != share and name not in self._sending:
                 tell = self._tell(name, pools[name].handle, share)
-                self._telling[name] = asyncio.create_task(tell, name=f"share-of-{name}")
-        self._told = {name: share for name, share in self._told.items() if name in shares}
+                self._sending[name] = asyncio.create_task(tell, name=f"share-of-{name}")
+        self._shares = {name: share for name, share in self._shares.items() if name in shares}
 
     async def _tell(self, name: str, handle: WorkerHandle, share: int) -> None:
         try:
             call = handle.take_share.remote(share)
             await handles.call(call, timeout_s=deadlines.SHARE_TAKEN_S, who=f"worker {name}")
-            self._told[name] = share
-        except AsyncGrpoError as error:  # it is told again, unless it is found dead before
+            self._shares[name] = share
+        except AsyncGrpoError as error:  # the next call tells it again, unless it is dead
             logger.warning("%s", error)
         finally:
-            del self._telling[name]
+            del self._sending[name]
