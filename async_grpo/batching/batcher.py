@@ -95,7 +95,7 @@ class ExperienceBatcher:
             max_tokens=config.batching.max_tokens_per_gpu,
             steps_per_batch=config.batching.steps_per_batch,
             deterministic=config.batching.deterministic,
-            first_step=plan.first_step,
+            current_step=plan.first_step,
         )
         self._outbox = Outbox(plan.num_ranks)
         self._parts: dict[Key, Sample] = {}

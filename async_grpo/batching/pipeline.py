@@ -83,7 +83,7 @@ class SlotPipeline:
         self.grading = Grading(self._verify, timeout_s=limit_s, progress=self.workers.progress)
         self.stages = StageClock(time.monotonic())
         batching, first = config.batching, plan.first_step
-        self.step_groups = StepGroups(plan.rules, num_slots=batching.questions_per_step)
+        self.step_groups = StepGroups(rules=plan.rules, num_slots=batching.questions_per_step)
         self.scoring = SampleScoring(
             plan,
             self.workers,

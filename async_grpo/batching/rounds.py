@@ -5,14 +5,13 @@ A round goes out as soon as one of these holds:
 - the step's samples are complete: all rounds of what is left are planned at once, few and even;
 - it is well filled: the ready tokens reach `fill_target` of all ranks' budgets (or more wait than
   fit, which leaves every round more than half full);
-- trainers have been idle beside samples that wait: the fill that is asked for falls linearly from
-  `fill_target` to any sample at all within `patience_s`. The budget is a ceiling, not a target that
-  starves trainers.
+- trainers are idle while samples wait: the required fill falls linearly from `fill_target` to zero
+  within `patience_s`. The budget is a ceiling, not a target for which trainers stand idle.
 
-Steps go out one after the other, each closed by its key; early finishers of later steps wait.
-What one more sample costs does not depend on how many wait: before its step is complete a round is
-formed from the oldest two rounds' worth, of which it leaves the small ones, to fill later gaps.
-Where advantages need the whole step, `StepGroups` holds its groups before they are ready. The
+Steps go out one after the other, each closed by its key; samples of later steps wait. The cost of
+one more sample does not depend on how many wait: before its step is complete, a round is formed
+from the oldest two rounds' worth, and leaves small samples to fill the gaps of later rounds.
+If advantages need the whole step, `StepGroups` holds its groups until all have come. The
 `Outbox` keeps each answer until every rank has taken it: a rank asks for answer i+1 while it
 computes answer i, and rank 0 reports when the ranks have nothing left to compute.
 """
@@ -32,13 +31,13 @@ from async_grpo.types import Group, StreamItems
 if TYPE_CHECKING:
     from async_grpo.algorithms.base import GroupRules
 
-ROUNDING_S = 1e-3  # a round that is due is looked for so much later
-CHOICE = 2  # rounds' worth of samples that a round of an incomplete step is chosen from
+ROUNDING_S = 1e-3  # added to the time at which a round is due
+CHOICE = 2  # a round of an incomplete step is chosen from so many rounds' worth of samples
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One minibatch a rank; an empty bin is a rank that trains an inert filler."""
+    """One minibatch for each rank; a rank with an empty bin trains an inert filler."""
 
     step: StepKey
     index: int  # within the step, from 0
@@ -58,7 +57,7 @@ class _Ready:
         self.num_tokens += item.num_tokens
 
     def take(self, num_tokens: int) -> list[Item]:
-        """The oldest samples, until they have so many tokens."""
+        """Remove and return the oldest samples, until they have `num_tokens` tokens."""
         taken, wanted = [], self.num_tokens - num_tokens
         while self.items and self.num_tokens > wanted:
             taken.append(self.items.popleft())
@@ -70,39 +69,28 @@ class _Ready:
         self.num_tokens += sum(item.num_tokens for item in items)
 
 
+@dataclass(eq=False, kw_only=True)
 class RoundFormer:
     """Holds ready samples until their round goes out."""
 
-    def __init__(
-        self,
-        num_ranks: int,
-        *,
-        max_tokens: int,
-        steps_per_batch: int,
-        fill_target: float = 0.9,
-        patience_s: float = 2.0,
-        deterministic: bool = False,
-        first_step: StepKey = FIRST_STEP,
-    ) -> None:
-        """`max_tokens` is one rank's budget; `deterministic` lets only complete steps go out."""
-        self._num_ranks = num_ranks
-        self._max_tokens = max_tokens
-        self._steps_per_batch = steps_per_batch
-        self._fill_target = fill_target
-        self._patience_s = patience_s
-        self._deterministic = deterministic
-        self.current_step = first_step  # whose rounds are going out
-        self.num_ready = 0  # samples that wait for a round, of all steps
-        self._round_index = 0
-        self._hungry_since_s: float | None = None
-        self._ready: dict[StepKey, _Ready] = {}
-        self._complete: set[StepKey] = set()
+    num_ranks: int = field(kw_only=False)
+    max_tokens: int  # of one rank in one round
+    steps_per_batch: int
+    fill_target: float = 0.9  # share of all ranks' budgets
+    patience_s: float = 2.0
+    deterministic: bool = False  # only complete steps go out
+    current_step: StepKey = FIRST_STEP  # whose rounds are going out
+    num_ready: int = 0  # samples that wait for a round, of all steps
+    _round_index: int = 0
+    _hungry_since_s: float | None = None
+    _ready: dict[StepKey, _Ready] = field(default_factory=dict)
+    _complete: set[StepKey] = field(default_factory=set)
 
     def offer(self, step: StepKey, *, item: Item) -> None:
         """A sample of `step` is ready to train."""
-        if item.num_tokens > self._max_tokens:
+        if item.num_tokens > self.max_tokens:
             raise ValueError(
-                f"a sample must fit max_tokens_per_gpu ({self._max_tokens}), got {item.num_tokens} "
+                f"a sample must fit max_tokens_per_gpu ({self.max_tokens}), got {item.num_tokens} "
                 f"tokens in sample {item.key}: raise --max-tokens-per-gpu or shorten the sample"
             )
         self._ready.setdefault(step, _Ready()).add(item)
@@ -113,14 +101,14 @@ class RoundFormer:
         self._complete.add(step)
 
     def next_round(self, now_s: float, *, hungry: bool) -> Round | StepKey | None:
-        """What goes out now, if anything, or the key of a step that has; call again until None.
+        """The round that goes out now, or the key of a step that has ended; call again until None.
 
-        `hungry`: trainers are idle, with nothing left to train. `now_s` is any monotonic clock.
+        `hungry`: trainers are idle, with nothing left to train. `now_s` is of any monotonic clock.
 
         >>> former = RoundFormer(2, max_tokens=100, steps_per_batch=1, patience_s=10)
         >>> former.offer(StepKey(0, 0), item=Item((0, 0), 50, 50.0))
-        >>> former.next_round(0.0, hungry=True)  # a quarter full, asked for: 0.9
-        >>> former.next_round(8.0, hungry=True)  # asked for: 0.9 * (1 - 8 / 10) = 0.18
+        >>> former.next_round(0.0, hungry=True)  # a quarter full, 0.9 required
+        >>> former.next_round(8.0, hungry=True)  # required: 0.9 * (1 - 8 / 10) = 0.18
         Round(step=StepKey(batch=0, step_in_batch=0), index=0, bins=(((0, 0),), ()))
         >>> former.step_complete(StepKey(0, 0))
         >>> former.next_round(8.5, hungry=False)
@@ -133,60 +121,60 @@ class RoundFormer:
             self._hungry_since_s = now_s
         if self.current_step in self._complete:
             return self._next_planned(ready) or self.end_step()
-        if not ready.items or self._deterministic:
+        if not ready.items or self.deterministic:
             return None
-        asked = self._asked_fill(now_s) * self._num_ranks * self._max_tokens
-        return self._form(ready) if ready.num_tokens >= asked else None
+        required = self._required_fill(now_s) * self.num_ranks * self.max_tokens
+        return self._form(ready) if ready.num_tokens >= required else None
 
     def due_in(self, now_s: float) -> float | None:
-        """Seconds until `next_round` has one though nothing more is ready; None: it never will.
+        """Seconds until `next_round` has a round without further samples; None: it never will.
 
         >>> former = RoundFormer(2, max_tokens=100, steps_per_batch=1, patience_s=10)
         >>> former.offer(StepKey(0, 0), item=Item((0, 0), 45, 45.0))
-        >>> former.next_round(0.0, hungry=True)  # a quarter of the 180 tokens that are asked for
+        >>> former.next_round(0.0, hungry=True)  # a quarter of the 180 tokens required
         >>> round(former.due_in(1.0), 2)
         6.5
         """
         ready = self._ready.get(self.current_step, _Ready())
-        if self._hungry_since_s is None or self._deterministic or not ready.items:
+        if self._hungry_since_s is None or self.deterministic or not ready.items:
             return None
-        share = ready.num_tokens / (self._fill_target * self._num_ranks * self._max_tokens)
-        due_s = self._hungry_since_s + self._patience_s * (1 - share)
+        share = ready.num_tokens / (self.fill_target * self.num_ranks * self.max_tokens)
+        due_s = self._hungry_since_s + self.patience_s * (1 - share)
         return max(0.0, due_s - now_s) + ROUNDING_S
 
     def end_step(self) -> StepKey | None:
-        """The key of the current step when its last round is out, which makes the next current."""
+        """The key of the current step if its last round is out; the next step becomes current."""
         ended, ready = self.current_step, self._ready.get(self.current_step, _Ready())
         if ended not in self._complete or ready.items or ready.planned:
             return None
         self._complete.discard(ended)
         self._ready.pop(ended, None)
         self._round_index = 0
-        num_batches, step_in_batch = divmod(ended.step_in_batch + 1, self._steps_per_batch)
+        num_batches, step_in_batch = divmod(ended.step_in_batch + 1, self.steps_per_batch)
         self.current_step = StepKey(ended.batch + num_batches, step_in_batch)
         return ended
 
-    def _asked_fill(self, now_s: float) -> float:
-        """Share of all budgets that the ready tokens must reach."""
+    def _required_fill(self, now_s: float) -> float:
+        """The share of all budgets that the ready tokens must reach."""
         if self._hungry_since_s is None:
-            return self._fill_target
+            return self.fill_target
         waited_s = now_s - self._hungry_since_s
-        if waited_s >= self._patience_s:
+        if waited_s >= self.patience_s:
             return 0.0
-        return self._fill_target * (1 - waited_s / self._patience_s)
+        return self.fill_target * (1 - waited_s / self.patience_s)
 
     def _form(self, ready: _Ready) -> Round:
-        """One round of a step of which more is to come."""
-        choice = ready.take(CHOICE * self._num_ranks * self._max_tokens)
-        packed = pack_round(choice, num_ranks=self._num_ranks, max_tokens=self._max_tokens)
+        """One round of an incomplete step."""
+        choice = ready.take(CHOICE * self.num_ranks * self.max_tokens)
+        packed = pack_round(choice, num_ranks=self.num_ranks, max_tokens=self.max_tokens)
         ready.put_back(packed.leftover)
         return self._send(packed.bins)
 
     def _next_planned(self, ready: _Ready) -> Round | None:
-        """The next of the rounds of all that was left when the step was complete."""
+        """The next round of a complete step."""
         if ready.items:
             items = ready.take(ready.num_tokens)
-            rounds = pack_rounds(items, num_ranks=self._num_ranks, max_tokens=self._max_tokens)
+            rounds = pack_rounds(items, num_ranks=self.num_ranks, max_tokens=self.max_tokens)
             ready.planned.extend(rounds)
         return self._send(ready.planned.popleft()) if ready.planned else None
 
@@ -207,33 +195,32 @@ class _Step:
     )
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
 class StepGroups:
-    """Holds groups until all of their gradient step can be given advantages.
+    """Holds groups until all groups of their gradient step can get advantages.
 
     A slot joins its step with its group and waits for the others, or fails and is left out.
     """
 
-    def __init__(self, rules: GroupRules, *, num_slots: int) -> None:
-        """`num_slots` of each step."""
-        self._rules = rules
-        self._num_slots = num_slots
-        self._steps: dict[StepKey, _Step] = {}
+    rules: GroupRules
+    num_slots: int  # of each step
+    _steps: dict[StepKey, _Step] = field(default_factory=dict)
 
     async def join(self, step: StepKey, group: Group) -> Group:
         """The same group with the advantages of its step."""
-        opened = self._steps.setdefault(step, _Step(self._num_slots))
+        opened = self._steps.setdefault(step, _Step(self.num_slots))
         opened.groups[group.ordinal] = group
         await self._one_less(opened)
         return (await opened.finished)[group.ordinal]
 
     async def leave(self, step: StepKey, ordinal: int) -> None:
         """The slot has failed, before or after it joined: the others do not wait for it."""
-        opened = self._steps.setdefault(step, _Step(self._num_slots))
+        opened = self._steps.setdefault(step, _Step(self.num_slots))
         if ordinal not in opened.groups:
             await self._one_less(opened)
 
     def close(self, step: StepKey) -> None:
-        """Every slot of the step is settled."""
+        """Forget a step whose slots are all settled."""
         self._steps.pop(step, None)
 
     async def _one_less(self, opened: _Step) -> None:
@@ -242,58 +229,59 @@ class StepGroups:
             return
         in_order = [opened.groups[each] for each in sorted(opened.groups)]
         try:
-            finished = await self._rules.finish_step(in_order)
+            finished = await self.rules.finish_step(in_order)
         except BaseException as error:
-            opened.finished.set_exception(error)  # to every slot that waits
+            opened.finished.set_exception(error)  # every waiting slot raises it
         else:
             opened.finished.set_result({group.ordinal: group for group in finished})
 
 
 class Outbox:
-    """Every rank's stream, in lockstep by index. What a call costs does not grow with the ranks."""
+    """The streams of all ranks, in lockstep by index. No call costs more for more ranks."""
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
         self._answers: dict[int, Sequence[StreamItems]] = {}
         self._next = 0  # index of the answer that is formed next
-        self._asked = [-1] * num_ranks  # the latest index that each rank asked for
-        self._num_asking = 0  # ranks that have asked for the next answer
-        self._hungry: set[int] = set()  # indices that the ranks stand still for
+        self._asked = [-1] * num_ranks  # the latest index that each rank has requested
+        self._num_asking = 0  # ranks that have requested the next answer
+        self._hungry: set[int] = set()  # indices that idle ranks wait for
         self._failure: BaseException | None = None
-        self._changed = asyncio.Event()  # another one after each change
+        self._changed = asyncio.Event()  # set at each change, and replaced
         self._demand = asyncio.Event()
 
     @property
     def is_wanted(self) -> bool:
-        """Every rank has asked for the answer that would be formed next."""
+        """Every rank has requested the next answer."""
         return self._num_asking == self._num_ranks
 
     @property
     def is_hungry(self) -> bool:
-        """The ranks stand still until the next answer comes."""
+        """The ranks are idle until the next answer comes."""
         return self._next in self._hungry
 
     async def take(self, rank: int, index: int) -> StreamItems:
-        """Answer `index` for `rank`, when it exists. Raises the failure of the batcher, if any."""
+        """Answer `index` for `rank`, once it exists. Raises the failure of the batcher, if any."""
         self._note(rank, index)
         while index not in self._answers and self._failure is None:
             await self._changed.wait()
         if self._failure is not None:
-            raise self._failure.with_traceback(None)  # every rank would add its own to it
+            raise self._failure.with_traceback(None)  # every rank would add a traceback to it
         return self._answers[index][rank]
 
     def replace(self, rank: int, index: int, items: StreamItems) -> None:
-        """A rank that asks for the answer again gets these items."""
+        """If a rank requests the answer again, it gets these items."""
         answers = [*self._answers[index]]
         answers[rank] = items
         self._answers[index] = answers
 
     def mark_hungry(self, index: int) -> None:
+        """The ranks are idle until answer `index` comes."""
         if index >= self._next:
             self._hungry.add(index)
 
     def put(self, answers: Sequence[StreamItems]) -> None:
-        """The next answer, one a rank."""
+        """Add the next answer: the items of each rank."""
         self._answers[self._next] = answers
         self._hungry.discard(self._next)
         self._next += 1
@@ -303,7 +291,7 @@ class Outbox:
         self._notify()
 
     def fail(self, error: BaseException) -> None:
-        """Nothing more will come: a rank that takes an answer gets this error."""
+        """No more answers will come: a rank that takes one gets the first such error."""
         self._failure = self._failure or error
         self._notify()
 
@@ -312,7 +300,7 @@ class Outbox:
         await self._demand.wait()
 
     def _note(self, rank: int, index: int) -> None:
-        """A rank asks; when the last one does, no rank needs what was before its latest answer."""
+        """Record a request; forget answers that no rank can request again once all have asked."""
         if index <= self._asked[rank]:
             return
         if self._asked[rank] < self._next <= index:

@@ -1,7 +1,7 @@
 """The slots of a run: admitted as the staleness window moves, each worked on until it is settled.
 
-consumes:     questions and given pairs by ordinal, the news that a batch was published
-produces:     a finished group of each slot, or the failure that it is counted with
+consumes:     questions and given pairs by ordinal; published batches
+produces:     a finished group of each slot, or its failure, which is counted
 waits for:    leases, generation, verdicts, scores (see pipeline.py); the staleness window
 unblocked by: free workers, a published batch
 """
@@ -26,7 +26,7 @@ from async_grpo.batching.supervised import given_group
 from async_grpo.types import GivenPair, Group, Question
 
 logger = logging.getLogger(__name__)
-NUM_SHOWN = 80  # characters of a question's beginning
+NUM_SHOWN = 80  # characters of a question, in the log
 
 
 class Begin(Protocol):
@@ -37,7 +37,7 @@ class Begin(Protocol):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Slots:
-    """Starts slots and counts what becomes of them; the batcher sends their groups to the ranks."""
+    """Starts slots and counts their outcomes; the batcher sends their groups to the ranks."""
 
     plan: BatcherPlan
     pipeline: SlotPipeline
@@ -46,8 +46,8 @@ class Slots:
     sums: SampleSums
     log: SampleLog
     begin: Begin
-    finished: Callable[[Group, StepKey], None]  # gets the group of each slot that has one
-    settled: Callable[[StepKey, bool], None]  # a slot of a step is settled; whether its last
+    finished: Callable[[Group, StepKey], None]  # gets every finished group
+    settled: Callable[[StepKey, bool], None]  # gets the step of a settled slot; if its last
     _limits: FailureLimits = field(init=False)
     _unsettled: dict[StepKey, int] = field(default_factory=dict)  # slots by step
 
@@ -56,7 +56,7 @@ class Slots:
         self._limits = FailureLimits(graded=first.batch if first.step_in_batch else None)
 
     def start(self) -> None:
-        """Begin all that the window allows."""
+        """Start the slots that the window allows."""
         for ordinal in self.window.start():
             step = self.window.step_of(ordinal)
             self._unsettled.setdefault(step, self.plan.config.batching.questions_per_step)
@@ -89,7 +89,7 @@ class Slots:
         self.settled(step, is_last)
 
     async def _first_group_to_keep(self, ordinal: int, step: StepKey) -> Group:
-        """The group that the slot trains; those that it replaces are counted on the way."""
+        """The group that the slot trains; the groups that it replaces are counted."""
         oldest = self.window.oldest_weights(ordinal)
         quarantine = self.pipeline.workers.quarantine
         for attempt in itertools.count():
@@ -111,7 +111,7 @@ class Slots:
                 self.pipeline.sampled(account)
             kind = group.samples[0].question.dataset_type
             self._limits.sampled(step.batch, dataset_type=kind)
-            self.sums.add(step, group, batch=step.batch)
+            self.sums.add(step, group)
             if not group.is_replaced:
                 return group
             self.ledger.reissue(group.ordinal, fate="replaced")
@@ -124,11 +124,11 @@ class Slots:
         await self.pipeline.step_groups.leave(step, ordinal)  # it needs no advantages of its step
         group = await self.pipeline.finish(given_group(ordinal, pairs), step)
         self._limits.given()
-        self.sums.add(step, group, batch=step.batch)
+        self.sums.add(step, group)
         return group
 
     def _exclude(self, index: int, question: Question, failure: SlotFailed) -> None:
-        """The question kills workers: it is not asked any more in this run."""
+        """The question kills workers: this run does not ask it again."""
         excluded = self.pipeline.workers.quarantine.questions
         if index in excluded:
             return
@@ -140,7 +140,7 @@ class Slots:
         )  # fmt: skip
 
     def _fail(self, ordinal: int, step: StepKey, failure: SlotFailed) -> None:
-        """The group is dropped whole and counted; a run in which nothing works is ended."""
+        """Count the dropped group; raise `WorkerError` if too much fails."""
         logger.warning("question %d is dropped: %s", ordinal, failure)
         self.ledger.settle(ordinal, fate="failed", reason=failure.stage)
         num_samples = self.plan.config.sampling.samples_per_question

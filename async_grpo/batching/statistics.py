@@ -1,6 +1,6 @@
-"""The sums of each gradient step, of its samples and of their seconds in each stage. Pure.
+"""Sums over the samples of each gradient step, and over the seconds in each stage. Pure.
 
-docs/metrics.md says what they become.
+docs/metrics.md lists the metrics that they become.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from async_grpo.batching.admission import StepKey
 from async_grpo.types import Episode, Group, Sample
 
 Sums = dict[str, float]
-FAILED = -1  # in the place of an attempt: the slot has no group to keep
+FAILED = -1  # instead of an attempt: the slot has no group to keep
 STAGES = ("generating", "verifying", "in_reference")
 NOTHING = {"pipeline_seconds": 0.0} | {
     f"{stage}_{kind}": 0.0 for stage in STAGES for kind in ("idle_seconds", "seconds")
@@ -26,7 +26,7 @@ class StalenessError(RuntimeError):
 
 @dataclass(slots=True)
 class _Step:
-    # By (ordinal, attempt), and added up in that order: the last bit of a metric does not tell
+    # By (ordinal, attempt), and added up in that order: the last bit of a metric does not depend on
     # which group was faster.
     sums: dict[tuple[int, int], Sums] = field(default_factory=dict)
     lag_max: int = 0
@@ -34,64 +34,47 @@ class _Step:
     num_tokens: int = 0
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
 class SampleSums:
     """Numerators and denominators of the open steps. Order of arrival does not matter."""
 
-    def __init__(
-        self,
-        *,
-        staleness_of: Callable[[int], int],
-        of_scoring: Callable[[Sequence[Sample]], Sums] = lambda samples: {},
-        types: Collection[str] = (),
-    ) -> None:
-        """`staleness_of` a batch: the largest lag that its samples may have.
+    staleness_of: Callable[[int], int]  # of a batch: the largest lag that its samples may have
+    of_scoring: Callable[[Sequence[Sample]], Sums] = lambda samples: {}  # sums of a trained group
+    types: Collection[str] = ()  # of questions, which have sums of their own: `reward_sum/TYPE`
+    _steps: dict[StepKey, _Step] = field(default_factory=dict)
 
-        `of_scoring`: what those who score its samples add to a group that is trained.
-
-        `types`: those of the questions whose sums are wanted alone too, as `reward_sum/TYPE`.
-        """
-        self._staleness_of = staleness_of
-        self._types = types
-        self._of_scoring = of_scoring
-        self._steps: dict[StepKey, _Step] = {}
-
-    def add(self, step: StepKey, group: Group, *, batch: int) -> None:
-        """A group came back, to be trained or replaced, or is given; `batch` is that of its slot.
+    def add(self, step: StepKey, group: Group) -> None:
+        """Count a finished group, which is trained, replaced or given.
 
         Raises `StalenessError` for a token that is older than the run allows.
         """
-        opened = self._steps.setdefault(step, _Step())
+        opened, samples = self._steps.setdefault(step, _Step()), group.samples
         if group.is_given:
-            sums = given_sums(group.samples) | self._of_scoring(group.samples)
-            opened.sums[group.ordinal, group.attempt] = sums
-            return
-        most = self._staleness_of(batch)
-        lags = [
-            tokens_by_lag(sample.episode, batch=batch, max_staleness=most)
-            for sample in group.samples
-        ]
-        kind = group.samples[0].question.dataset_type
-        if group.is_replaced:
-            replaced = self._with_own(replaced_sums(group.samples), kind)
-            opened.sums[group.ordinal, group.attempt] = replaced
-            return
-        lag_sums = _lag_sums(lags, most)
-        sums = self._with_own(group_sums(group.samples), kind)
-        scored = self._of_scoring(group.samples)
-        opened.sums[group.ordinal, group.attempt] = sums | scored | lag_sums
-        opened.lag_max = max(opened.lag_max, *map(_oldest, lags))
+            sums = given_sums(samples) | self.of_scoring(samples)
+        else:
+            most = self.staleness_of(step.batch)
+            lags = [
+                tokens_by_lag(sample.episode, batch=step.batch, max_staleness=most)
+                for sample in samples
+            ]
+            sums = replaced_sums(samples) if group.is_replaced else group_sums(samples)
+            sums = self._with_own(sums, samples[0].question.dataset_type)
+            if not group.is_replaced:
+                sums |= self.of_scoring(samples) | _lag_sums(lags, most)
+                opened.lag_max = max(opened.lag_max, *map(_oldest, lags))
+        opened.sums[group.ordinal, group.attempt] = sums
 
     def add_failed(
         self, step: StepKey, ordinal: int, *, num_samples: int, dataset_type: str = ""
     ) -> None:
-        """The samples of a slot were given up: they count in nothing but this."""
+        """Count the samples of a failed slot, which are in no other sum."""
         failed: Sums = {"failed_samples": num_samples, "finished_samples": num_samples}
         failed = self._with_own(failed, dataset_type)
         self._steps.setdefault(step, _Step()).sums[ordinal, FAILED] = failed
 
     def _with_own(self, sums: Sums, dataset_type: str) -> Sums:
-        """The sums of a group, and again as those of its type."""
-        if dataset_type not in self._types:
+        """The sums of a group, and the same ones under the names of its type."""
+        if dataset_type not in self.types:
             return sums
         return sums | {f"{name}/{dataset_type}": value for name, value in sums.items()}
 
@@ -102,20 +85,20 @@ class SampleSums:
         opened.num_tokens += sample.num_trained_tokens
 
     def current_reward(self) -> tuple[float, float]:
-        """(sum, number of samples) of the oldest open step, for people who watch."""
+        """(sum of rewards, number of samples) of the oldest open step, for the status."""
         if not self._steps:
             return 0.0, 0.0
         sums = _total(self._steps[min(self._steps)])
         return sums.get("reward_sum", 0.0), sums.get("num_samples", 0.0)
 
     def close(self, step: StepKey) -> tuple[int, int, Sums]:
-        """(D in samples, D in tokens, all sums) of a step; forgets it."""
+        """Forget a step; return (D in samples, D in tokens, all sums)."""
         closed = self._steps.pop(step, _Step())
         return closed.num_samples, closed.num_tokens, _total(closed)
 
 
 def group_sums(samples: Sequence[Sample]) -> Sums:
-    """What the samples of one group that counts add to their step."""
+    """The sums of one trained group."""
     rewards = [sample.verdict.reward for sample in samples]
     formats = [s.verdict.format_reward for s in samples if s.verdict.format_reward is not None]
     return {
@@ -146,14 +129,14 @@ def group_sums(samples: Sequence[Sample]) -> Sums:
 
 
 def given_sums(samples: Sequence[Sample]) -> Sums:
-    """What a group of given pairs adds: it has no reward, no length, no lag."""
+    """The sums of a group of given pairs, which has no rewards, lengths or lags."""
     number = len(samples)
     zeros = dict.fromkeys(("num_samples", "num_groups", "failed_samples"), 0)
     return {"given_samples": number, "finished_samples": number, **zeros}
 
 
 def replaced_sums(samples: Sequence[Sample]) -> Sums:
-    """What a group adds whose slot draws another question."""
+    """The sums of a group whose slot draws another question."""
     return {
         "num_replacements": 1,
         "replaced_samples": len(samples),
@@ -165,8 +148,8 @@ def replaced_sums(samples: Sequence[Sample]) -> Sums:
 def tokens_by_lag(episode: Episode, *, batch: int, max_staleness: int) -> Counter[int]:
     """Sampled tokens by their lag; raises `StalenessError` outside 0..max_staleness.
 
-    Lag counts versions between the weights that sampled a token and those that its batch starts
-    from. Drift between the gradient steps of one batch is another thing, and not counted here.
+    The lag is the number of batches between the weights that sampled a token and those with which
+    its batch starts. Drift between the gradient steps of one batch is not part of it.
 
     >>> import numpy as np
     >>> from async_grpo.types import Turn, VersionSpan, WeightsVersion
@@ -190,8 +173,8 @@ def tokens_by_lag(episode: Episode, *, batch: int, max_staleness: int) -> Counte
 
 
 def _lag_sums(lags: Sequence[Counter[int]], max_staleness: int) -> Sums:
-    """Samples by the lag of their oldest token, and tokens by their own; zeros are named too."""
-    samples = Counter(map(_oldest, filter(None, lags)))  # of those that were sampled
+    """Numbers of samples by the lag of their oldest token, and of tokens by lag; with zeros."""
+    samples = Counter(map(_oldest, filter(None, lags)))  # given samples have no lags
     tokens = sum(lags, Counter[int]())
     bins = range(max_staleness + 1)
     return {
@@ -217,10 +200,10 @@ def _total(step: _Step) -> Sums:
 
 
 class StageClock:
-    """How many samples are in each stage of the pipeline, and for how long none is.
+    """The number of samples in each stage of the pipeline, and the seconds without any.
 
-    A generator that has nothing to do waits for the staleness window; how long it does is the price
-    of a small window, or of a straggler at its edge. The clock is the caller's.
+    Idle seconds of generation are the price of a small staleness window, or of a straggler at its
+    edge. The caller passes the time.
     """
 
     def __init__(self, now_s: float) -> None:
@@ -234,7 +217,7 @@ class StageClock:
         self.counts[stage] += num_samples
 
     def take(self, now_s: float) -> dict[str, float]:
-        """Seconds since the last call, and of these, for each stage: idle ones, sample-seconds.
+        """Seconds since the last call, and for each stage the idle ones, and sample-seconds.
 
         >>> clock = StageClock(0.0)
         >>> clock.add("generating", 8, now_s=1.0)

@@ -29,7 +29,7 @@ def group(*samples, ordinal=0, attempt=0, is_replaced=False):
 def close(*groups, max_staleness=3):
     sums = SampleSums(staleness_of=lambda _: max_staleness)
     for added in groups:
-        sums.add(STEP, added, batch=3)
+        sums.add(STEP, added)
     return sums.close(STEP)[2]
 
 
@@ -133,7 +133,7 @@ def test_the_order_of_arrival_changes_nothing_not_even_a_last_bit(shapes):
     for order in (groups, random.Random(0).sample(groups, len(groups))):
         sums = SampleSums(staleness_of=lambda _: 3)
         for arrived in order:
-            sums.add(STEP, arrived, batch=3)
+            sums.add(STEP, arrived)
             for sample in arrived.samples:
                 sums.count_denominator(STEP, sample)
         results.append(sums.close(STEP))
@@ -153,8 +153,8 @@ def test_masked_tokens_do_not_count_in_the_denominator():
 
 def test_steps_are_counted_apart_and_forgotten():
     sums = SampleSums(staleness_of=lambda _: 0)
-    sums.add(LATER, group(make_sample(VERSION, reward=0.5)), batch=3)
-    sums.add(STEP, group(make_sample(VERSION, reward=1.0)), batch=3)
+    sums.add(LATER, group(make_sample(VERSION, reward=0.5)))
+    sums.add(STEP, group(make_sample(VERSION, reward=1.0)))
     assert sums.current_reward() == (1.0, 1)
     assert sums.close(STEP)[2]["reward_sum"] == 1.0
     assert sums.current_reward() == (0.5, 1)
