@@ -1,10 +1,10 @@
-"""Which samples each rank trains in one round: full bins, balanced by their arithmetic. Pure.
+"""Which samples each rank trains in one round: full bins, balanced by estimated FLOPs. Pure.
 
 A rank's bin holds at most `max_tokens` tokens. Ranks wait for the slowest at every round, so bins
 are balanced by estimated FLOPs, which grow with the square of a sample's length, not by tokens.
-One rule: samples from the longest to the shortest, each to the least costly bin that has room for
-it. Where that needs more rounds than the tokens do, the fullest bin that has room is tried: worse
-balanced, but it may save a whole round.
+The rule: samples go from the longest to the shortest, each to the least costly bin that has room.
+If that needs more rounds than the tokens do, they go to the fullest bin that has room instead: this
+balances worse, but may save a whole round.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ DEFAULT_ATTENTION_RATIO = 8192.0  # 12 times the hidden size of a model of a few
 
 
 class Item(NamedTuple):
-    """A row as packing sees it."""
+    """One row to pack."""
 
     key: Key
     num_tokens: int  # prompt + output
@@ -28,7 +28,7 @@ class Item(NamedTuple):
 
 
 class PackedRound(NamedTuple):
-    """One bin of keys a rank, each in key order, and the items that wait for a later round."""
+    """One bin of keys for each rank, sorted, and the items that wait for a later round."""
 
     bins: tuple[tuple[Key, ...], ...]
     leftover: tuple[Item, ...]
@@ -37,9 +37,9 @@ class PackedRound(NamedTuple):
 def attention_ratio(*, num_parameters: int, num_layers: int, attention_width: int) -> float:
     """The length in tokens at which causal attention costs as much as the matrix products.
 
-    A forward pass costs 2 * num_parameters FLOPs a token (those it touches: with the output
-    layer, without the embedding), and attention 2 * num_layers * attention_width * tokens**2
-    (queries by keys and weights by values, half of the square; width = heads * head size).
+    A forward pass costs 2 * num_parameters FLOPs a token (parameters with the output layer, without
+    the embedding), and attention 2 * num_layers * attention_width * tokens**2 (queries by keys and
+    weights by values, half of the square; width = heads * head size).
 
     >>> attention_ratio(num_parameters=12 * 24 * 1024**2, num_layers=24, attention_width=1024)
     12288.0
@@ -57,11 +57,11 @@ def estimate_cost(num_tokens: int, *, attention_ratio: float = DEFAULT_ATTENTION
 
 
 def pack_round(items: Sequence[Item], *, num_ranks: int, max_tokens: int) -> PackedRound:
-    """Fill one bin a rank; deterministic, whatever the order of `items`.
+    """Fill one bin for each rank; the result does not depend on the order of `items`.
 
-    If everything fits it all goes, balanced; otherwise the largest go first and the smaller ones
-    fill the gaps, so that the rounds to come are few. A bin is empty only when there are fewer
-    items than ranks. `ValueError` names an item that fits no bin.
+    If all items fit, all are packed, balanced; otherwise the largest come first and smaller ones
+    fill the gaps, so that later rounds are few. A bin is empty only if there are fewer items than
+    ranks. Raises `ValueError` for an item that fits no bin.
 
     >>> items = [Item((0, i), n, n) for i, n in enumerate([70, 60, 30, 15])]
     >>> pack_round(items, num_ranks=2, max_tokens=100)
@@ -79,11 +79,11 @@ def pack_round(items: Sequence[Item], *, num_ranks: int, max_tokens: int) -> Pac
 def pack_rounds(
     items: Sequence[Item], *, num_ranks: int, max_tokens: int
 ) -> list[tuple[tuple[Key, ...], ...]]:
-    """Every item into few rounds that are fast: bins of keys a round, the longest round first.
+    """Pack all items into few, fast rounds: the bins of keys of each, the longest round first.
 
     Ranks wait for each other within a round only, so the time is the sum over rounds of the most
-    costly bin: bins of like cost meet in a round, which no other grouping of them beats.
-    Deterministic, whatever the order of `items`.
+    costly bin. Bins of similar cost share a round, which no other grouping of them beats. The
+    result does not depend on the order of `items`.
 
     >>> items = [Item((0, i), n, n) for i, n in enumerate([90, 60, 50, 30, 10])]
     >>> pack_rounds(items, num_ranks=2, max_tokens=100)
@@ -92,13 +92,14 @@ def pack_rounds(
     ordered = _longest_first(items, num_ranks, max_tokens)
     if not ordered:
         return []
-    bins = sorted(_fewest_bins(ordered, num_ranks, max_tokens), key=_cost, reverse=True)
+    bins = _fewest_bins(ordered, num_ranks, max_tokens)
+    bins.sort(key=lambda members: sum(item.cost for item in members), reverse=True)
     keys = [_keys(members) for members in bins]
     return [tuple(keys[at : at + num_ranks]) for at in range(0, len(keys), num_ranks)]
 
 
 def _fewest_bins(ordered: list[Item], num_ranks: int, max_tokens: int) -> list[list[Item]]:
-    """Bins of as few rounds as the rule finds, from the fewest that the tokens allow."""
+    """The bins of the fewest rounds for which the rule finds room; tokens set the least number."""
     num_large = sum(2 * item.num_tokens > max_tokens for item in ordered)
     num_tokens = sum(item.num_tokens for item in ordered)
     num_rounds = math.ceil(max(num_tokens / max_tokens, num_large) / num_ranks)
@@ -114,13 +115,13 @@ def _fewest_bins(ordered: list[Item], num_ranks: int, max_tokens: int) -> list[l
 def _place(
     ordered: Sequence[Item], num_bins: int, *, max_tokens: int, tightly: bool = False
 ) -> tuple[list[list[Item]], list[Item]]:
-    """Each item to the least costly bin that has room, or to the fullest; and what found none."""
+    """Put each item into the least costly bin that has room, or the fullest: (bins, leftover)."""
     bins: list[list[Item]] = [[] for _ in range(num_bins)]
     leftover = []
     room_B = np.full(num_bins, max_tokens)
     cost_B = np.zeros(num_bins)
     for index, item in enumerate(ordered):
-        # The first items go to empty bins in both cases: no rank is left without work.
+        # The first items go to empty bins in both cases, so that no rank is without work.
         by_B = room_B if tightly and index >= num_bins else cost_B
         fits_B = room_B >= item.num_tokens
         number = int(np.where(fits_B, by_B, np.inf).argmin())
@@ -134,24 +135,21 @@ def _place(
 
 
 def _longest_first(items: Sequence[Item], num_ranks: int, max_tokens: int) -> list[Item]:
-    _check(items, num_ranks, max_tokens)
+    if num_ranks < 1:
+        raise ValueError(f"num_ranks must be at least 1, got {num_ranks}")
+    for item in items:
+        require_fit(item, max_tokens)
     return sorted(items, key=lambda item: (-item.num_tokens, item.key))
 
 
-def _cost(members: Sequence[Item]) -> float:
-    return sum(item.cost for item in members)
+def require_fit(item: Item, max_tokens: int) -> None:
+    """Raise `ValueError` for an item that fits no bin."""
+    if item.num_tokens > max_tokens:
+        raise ValueError(
+            f"a sample must fit max_tokens_per_gpu ({max_tokens}), got {item.num_tokens} "
+            f"tokens in sample {item.key}: raise --max-tokens-per-gpu or shorten the sample"
+        )
 
 
 def _keys(members: Sequence[Item]) -> tuple[Key, ...]:
     return tuple(sorted(item.key for item in members))
-
-
-def _check(items: Sequence[Item], num_ranks: int, max_tokens: int) -> None:
-    if num_ranks < 1:
-        raise ValueError(f"num_ranks must be at least 1, got {num_ranks}")
-    for item in items:
-        if item.num_tokens > max_tokens:
-            raise ValueError(
-                f"a sample must fit max_tokens_per_gpu ({max_tokens}), got {item.num_tokens} "
-                f"tokens in sample {item.key}: raise --max-tokens-per-gpu or shorten the sample"
-            )

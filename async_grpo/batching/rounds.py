@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from async_grpo.batching.admission import FIRST_STEP, StepKey
-from async_grpo.batching.packing import Item, Key, pack_round, pack_rounds
+from async_grpo.batching.packing import Item, Key, pack_round, pack_rounds, require_fit
 from async_grpo.types import Group, StreamItems
 
 if TYPE_CHECKING:
@@ -88,11 +88,7 @@ class RoundFormer:
 
     def offer(self, step: StepKey, *, item: Item) -> None:
         """A sample of `step` is ready to train."""
-        if item.num_tokens > self.max_tokens:
-            raise ValueError(
-                f"a sample must fit max_tokens_per_gpu ({self.max_tokens}), got {item.num_tokens} "
-                f"tokens in sample {item.key}: raise --max-tokens-per-gpu or shorten the sample"
-            )
+        require_fit(item, self.max_tokens)
         self._ready.setdefault(step, _Ready()).add(item)
         self.num_ready += 1
 

@@ -1,7 +1,7 @@
-"""Pairs that are given, not sampled: a stream of demonstrations, or a slot of given ones. Pure.
+"""Pairs that are given, not sampled: the stream of an SFT run, or a slot of given pairs. Pure.
 
 SFT is the RL step with an advantage of 1. Every rank computes the same rounds from the same inputs
-and takes its own bins: ranks agree without talking to each other.
+and takes its own bins, so that ranks agree without communication.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from async_grpo.types import (
 )
 
 DEMONSTRATION = Verdict("scored", 1.0, None, "sft", "", 0.0)
-NOT_GRADED = Verdict("scored", 0.0, None, "", "", 0.0)  # which nothing reads of given samples
+NOT_GRADED = Verdict("scored", 0.0, None, "", "", 0.0)  # of given samples; nobody reads it
 PairRound = list[tuple[Sample, ...]]  # a minibatch for each rank
 
 
@@ -46,7 +46,7 @@ def supervised_stream(
     attention_ratio: float = DEFAULT_ATTENTION_RATIO,
     first_batch: int = 0,
 ) -> Iterator[StreamItem]:
-    """One rank's minibatches and step ends of a run over pairs, from `first_batch` on.
+    """The minibatches and step ends of one rank in a run over pairs, from `first_batch` on.
 
     `stream_index(ordinal)` is the index into `pairs` of a slot of the run.
     """
@@ -76,7 +76,7 @@ def pack_pairs(
     max_tokens: int,
     attention_ratio: float = DEFAULT_ATTENTION_RATIO,
 ) -> list[PairRound]:
-    """Pairs by their ordinal as rounds of minibatches, each of at most `max_tokens`.
+    """Pack pairs, by ordinal, into rounds of minibatches of at most `max_tokens` tokens each.
 
     Ranks are balanced by `packing.estimate_cost` with the model's `attention_ratio`.
     """
@@ -116,14 +116,10 @@ def _end_of_step(step: StepKey, rounds: Sequence[PairRound], *, is_last: bool) -
 
 
 def given_group(ordinal: int, pairs: Sequence[GivenPair]) -> Group:
-    """The pairs of a slot as its samples, in their order: without advantages, and not scored."""
-    samples = (
-        Sample(ordinal, index, pair.question, _episode(pair), NOT_GRADED, advantage=0.0)
-        for index, pair in enumerate(pairs)
-    )
+    """The group of a slot of given pairs, a sample each, without advantages and scores."""
+    samples = []
+    for index, pair in enumerate(pairs):
+        tokens = TrainingPair(pair.question.input_token_ids, pair.completion_token_ids)
+        episode = Episode.of_pair(tokens, text=pair.completion)
+        samples.append(Sample(ordinal, index, pair.question, episode, NOT_GRADED, advantage=0.0))
     return Group(ordinal, 0, tuple(samples))
-
-
-def _episode(pair: GivenPair) -> Episode:
-    tokens = TrainingPair(pair.question.input_token_ids, pair.completion_token_ids)
-    return Episode.of_pair(tokens, text=pair.completion)
