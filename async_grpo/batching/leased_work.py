@@ -1,8 +1,8 @@
-"""Work on leased workers: what is asked, which answers are good, and how often it is tried.
+"""Work on leased workers: requests, checks of answers, and retries.
 
-consumes:     one piece of work at a time for each caller
+consumes:     pieces of work, one at a time from each caller
 produces:     a good answer, or the error that says why there is none
-waits for:    leases, answers, servers that episodes need; as long as anything moves
+waits for:    leases, answers, servers that episodes need, while workers progress
 unblocked by: free workers of each role
 """
 
@@ -55,58 +55,58 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Scores = NDArray[np.float32]  # [L]
 Reason = Literal["worker died", "lease revoked", "stalled", "stale answer", "worker error"]
-# Seconds before each try that the worker's answer was to blame for the one before.
+# Seconds before each try, the first included, if the worker's answer made the last one fail.
 TRIES_AFTER_S = (0.0, 1.0, 8.0)
-# Workers that are lost are no fault of the work: deaths are bounded by the quarantine, these here.
+# A lost worker is no fault of the work. The quarantine limits deaths; this limits other losses.
 MAX_REVOCATIONS = 16
 AFTER_LOSS_S = 1.0
-LAST = 1  # the priority of evaluations in an engine: all that is trained is decoded before
+LAST = 1  # the priority of evaluations in an engine, which decodes samples for training first
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EvaluationTerms:
-    """What the requests of one set of held-out questions have in common."""
+    """The terms of all requests for one set of held-out questions."""
 
     name: str = ""  # of the set
-    rewards: tuple[str, ...] = ()  # that grade its outputs; none: those of a question's type
-    hold: Hold | None = None  # whose worker samples it; None: any worker does
+    rewards: tuple[str, ...] = ()  # which grade its outputs; empty: those of a question's type
+    hold: Hold | None = None  # of the worker that samples it; None: any worker does
 
     @property
     def is_counted(self) -> bool:
-        """Whether workers count its samples as taken.
+        """Whether its samples count as load of a worker.
 
-        Else they come on top of what is trained, few at a time: nothing waits in line behind them.
+        If not, they come on top of the load, few at a time, and no sample for training waits.
         """
         return self.hold is None or bool(self.hold.worker_id)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class LeasedWork(Generic[T]):
-    """One piece: a worker of `role` is asked `method(request)`, under a lease."""
+    """One request, `method(request)`, to any worker of `role` under a lease."""
 
     role: str
     method: str
     request: object
     cost: float  # in the unit of the role
-    version: WeightsVersion | None = None  # of these weights, or of later ones; None: of any
+    version: WeightsVersion | None = None  # the oldest weights that may answer; None: any
     timeout_s: float | None = None  # of the answer
-    num_objects: int = 0  # that the method returns beside its answer, see `Lease.call`
-    slot: Hashable = None  # that deaths of workers count against, until the work is done
+    num_objects: int = 0  # values that the method returns beside its answer, see `Lease.call`
+    slot: Hashable = None  # deaths of workers count against it until the work is done; None: not
     terms: EvaluationTerms | None = None  # of the evaluation that it is for
-    dataset_type: str | None = None  # nothing of it starts while a server of the type is away
-    gives_up: tuple[type[AsyncGrpoError], ...] = ()  # after these it is not tried again
-    check: Callable[[T], None] = lambda answer: None  # raises what is wrong with an answer
+    dataset_type: str | None = None  # the work waits while a server of this type is away
+    gives_up: tuple[type[AsyncGrpoError], ...] = ()  # errors after which it is not tried again
+    check: Callable[[T], None] = lambda answer: None  # raises for a bad answer
     on_retry: Callable[[Reason], None] = lambda reason: None
-    received: Callable[[Sequence[Turn]], None] = lambda turns: None  # that the worker asks for
+    received: Callable[[Sequence[Turn]], None] = lambda turns: None  # gets turns of its episodes
 
     @property
     def stage(self) -> str:
-        """What people know it as."""
+        """The name of the work in messages and the dump."""
         return VERIFICATION if self.role == VERIFIER else self.role
 
 
 class LeasedWorkers:
-    """Asks the workers of all roles; of another one when the first could not give an answer."""
+    """Asks workers of all roles, and another worker after a failure."""
 
     def __init__(
         self,
@@ -115,22 +115,22 @@ class LeasedWorkers:
         timeout_s: float,
         quarantined: Iterable[int] = (),
     ) -> None:
-        """`timeout_s`: without any progress, after which a lease is waited for no longer.
+        """`timeout_s`: a request for a lease fails after so long without any progress.
 
-        `quarantined`: questions that are in quarantine from the start, by their index.
+        `quarantined`: indices of questions that are in quarantine from the start.
         """
         self.quarantine = Quarantine(quarantined)
         self.progress = WorkProgress()
         self.outages = Outages(timeout_s=timeout_s, progress=self.progress)
         self._registry_of = registry_of
         self._timeout_s = timeout_s
-        self._probation = asyncio.Lock()  # held for each try of a suspect: one at a time
+        self._probation = asyncio.Lock()  # held for each try of a slot on probation
 
     async def answer(self, work: LeasedWork[T]) -> T:
-        """A good answer; with `num_objects` as `Lease.call` gives it.
+        """A good answer; with `num_objects`, a pair as in `Lease.call`.
 
-        Raises `SlotFailed` when the tries are used up, or workers keep dying of it;
-        `NoWorkerError` when nothing moves.
+        Raises `SlotFailed` when the tries are used up, or when workers keep dying of the work;
+        `NoWorkerError` when no worker makes progress.
         """
         final: tuple[type[AsyncGrpoError], ...] = (NoWorkerError, *work.gives_up)
         quarantine = None if work.slot is None else self.quarantine
@@ -138,13 +138,13 @@ class LeasedWorkers:
         try:
             while True:
                 await self.outages.over(work.dataset_type)
-                asked = ""  # the worker, once there is one
+                asked = ""  # the id of the worker, once there is one
                 suspect = self.quarantine.is_on_probation(work.slot)
                 turn = self._probation if suspect else nullcontext()
                 try:
                     async with turn, self._lease(work) as lease:
                         if self.outages.is_open(work.dataset_type):
-                            continue  # since it stood in line
+                            continue  # the outage began while it waited for the lease
                         asked = lease.worker_id
                         answer: Any = await lease.call(
                             work.method,
@@ -179,36 +179,34 @@ class LeasedWorkers:
         )
 
 
+@dataclass(slots=True, eq=False)
 class Attempts:
-    """Of one piece of work: its own faults, lost workers and deaths count apart."""
+    """The tries of one piece of work: bad answers, lost workers and deaths have separate limits."""
 
-    def __init__(self, stage: str, slot: Hashable, quarantine: Quarantine | None) -> None:
-        """`quarantine` counts the slot's deaths; None: they are no fault of this kind of work."""
-        self._stage = stage
-        self._slot = slot
-        self._quarantine = quarantine
-        self._num_faults = 0
-        self._num_losses = 0
+    stage: str
+    slot: Hashable
+    quarantine: Quarantine | None  # counts deaths; None: this kind of work does not cause them
+    num_faults: int = 0
+    num_losses: int = 0
 
     def pause_after(self, error: AsyncGrpoError) -> tuple[Reason, float]:
-        """What a try was lost to, and the seconds before the next one.
+        """The reason why a try failed, and the seconds before the next one.
 
-        Raises `SlotFailed` when there is none, or when workers keep dying of the work.
+        Raises `SlotFailed` if no try is left, or if workers keep dying of the work.
         """
         reason = _reason(error)
-        if reason == "worker died" and self._quarantine is not None:
-            if self._quarantine.died(self._slot, weight=2 if self._stage == ENVIRONMENT else 1):
+        if reason == "worker died" and self.quarantine is not None:
+            if self.quarantine.died(self.slot, weight=2 if self.stage == ENVIRONMENT else 1):
                 raise SlotFailed(QUARANTINE, f"workers keep dying of it: {error}")
             return reason, AFTER_LOSS_S
         is_loss = reason in ("worker died", "lease revoked")
-        self._num_losses += is_loss
-        self._num_faults += not is_loss
-        if self._num_faults >= len(TRIES_AFTER_S) or self._num_losses >= MAX_REVOCATIONS:
-            number = self._num_losses if is_loss else self._num_faults
-            raise SlotFailed(
-                self._stage, f"{self._stage} failed {number} times, the last time: {error}"
-            )
-        return reason, AFTER_LOSS_S if is_loss else TRIES_AFTER_S[self._num_faults]
+        self.num_losses += is_loss
+        self.num_faults += not is_loss
+        if self.num_faults >= len(TRIES_AFTER_S) or self.num_losses >= MAX_REVOCATIONS:
+            number = self.num_losses if is_loss else self.num_faults
+            sentence = f"{self.stage} failed {number} times, the last time: {error}"
+            raise SlotFailed(self.stage, sentence)
+        return reason, AFTER_LOSS_S if is_loss else TRIES_AFTER_S[self.num_faults]
 
 
 def _reason(error: AsyncGrpoError) -> Reason:
@@ -222,7 +220,7 @@ def _reason(error: AsyncGrpoError) -> Reason:
 def check_completions(
     request: GenerationRequest, completions: tuple[Turn, ...], oldest: WeightsVersion
 ) -> None:
-    """Raise unless `completions` are finished, and of `oldest` or later weights, every token."""
+    """Raise unless all `completions` are finished, and every token is of `oldest` or later."""
     if len(completions) != request.num_samples:
         raise WorkerError(f"{len(completions)} samples came back, {request.num_samples} were asked")
     for completion in completions:
@@ -233,7 +231,7 @@ def check_completions(
 
 
 def check_episodes(request: EpisodesRequest, episodes: tuple[Episode, ...]) -> None:
-    """Raise unless these are all episodes, every token of weights that the group may have."""
+    """Raise unless these are all episodes, and every token is of `request.oldest` or later."""
     if len(episodes) != request.num_samples:
         raise WorkerError(f"{len(episodes)} episodes came back, {request.num_samples} were asked")
     for episode in episodes:
@@ -255,10 +253,10 @@ def _check_versions(
 
 
 def covers(spans: Sequence[VersionSpan], is_sampled: NDArray[np.bool_]) -> bool:
-    """Every token that was sampled has exactly one version, and no other has several."""
+    """Whether every sampled token has exactly one version, and no other token has several."""
     ends = [0, *(span.stop for span in spans)]
     if ends == sorted(ends) and [*(s.start for s in spans), len(is_sampled)] == ends:
-        return True  # one after another, as an engine's are
+        return True  # the usual case: an engine's spans follow each other
     num_versions = np.zeros(len(is_sampled), np.int64)
     for span in spans:
         if not 0 <= span.start <= span.stop <= len(num_versions):
