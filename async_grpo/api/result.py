@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from async_grpo.cli.plot import MANY, make_page
+from async_grpo.cli.use_run import MANY, make_page
 from async_grpo.telemetry.jsonl import NewRows
 from async_grpo.telemetry.progress import number, step_line
 from async_grpo.util.run_folder import EVALUATIONS_FILE, METRICS_FILE, newest_checkpoint

@@ -20,7 +20,6 @@ from typing import Any
 
 from async_grpo.check.finding import Setup
 from async_grpo.cli.options import is_typed
-from async_grpo.cli.plot import plot
 from async_grpo.cli.run_file import (
     SHARED_OPTIONS,
     Table,
@@ -32,6 +31,7 @@ from async_grpo.cli.run_file import (
 )
 from async_grpo.cli.train import check_algorithm, config_of
 from async_grpo.cli.train import main as train
+from async_grpo.cli.use_run import plot
 from async_grpo.cli.worker import main as worker
 from async_grpo.config.worker_config import WorkerConfig, check_services
 from async_grpo.util import deadlines

@@ -24,13 +24,11 @@ from async_grpo.cli.launch_file import launch, run_here
 from async_grpo.cli.local_run import LocalRun, options_of_run, planned
 from async_grpo.cli.options import CONTEXT
 from async_grpo.cli.plan import plan
-from async_grpo.cli.plot import main as plot
-from async_grpo.cli.plot import rollouts
-from async_grpo.cli.replay import main as replay
 from async_grpo.cli.run_file import shared_folder
 from async_grpo.cli.train import main as train
 from async_grpo.cli.train import resolved
 from async_grpo.cli.use_model import evaluate, generate, serve
+from async_grpo.cli.use_run import plot_commands, replay, rollouts
 from async_grpo.cli.worker import main as worker
 from async_grpo.util import RELEASE
 from async_grpo.util.errors import ConfigError
@@ -200,7 +198,7 @@ def completion(*, shell: str, install: bool) -> None:
 HEADINGS = {
     "Run": (quickstart, check, plan, launch),
     "Run, one process after the other": (worker, train),
-    "Look at a run": (control, plot, rollouts, replay),
+    "Look at a run": (control, plot_commands, rollouts, replay),
     "Use a model": (evaluate, generate, serve),
     "Learn": (example, completion),
 }

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from matplotlib.figure import Figure
 
 from async_grpo.cli.main import main as async_grpo
-from async_grpo.cli.plot import main
+from async_grpo.cli.use_run import plot_commands as main
 from async_grpo.util.errors import DataError
 from async_grpo.viewing.curves import Run, make_curves, parse_rows, read_run, values
 from async_grpo.viewing.figure import fill
@@ -297,8 +297,8 @@ def test_a_remote_without_the_file_is_one_clear_line(fake_ssh):
 
 def test_help_does_not_import_matplotlib_or_numpy():
     code = (
-        "import sys, async_grpo.cli.plot as p\n"
-        "try: p.main(['plot', '--help'])\n"
+        "import sys, async_grpo.cli.use_run as p\n"
+        "try: p.plot_commands(['plot', '--help'])\n"
         "except SystemExit: pass\n"
         "sys.exit(bool({'matplotlib', 'numpy', 'torch'} & set(sys.modules)))"
     )

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from click.testing import CliRunner
 
-from async_grpo.cli import plot, train
+from async_grpo.cli import train, use_run
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.util.errors import AsyncGrpoError
 
@@ -106,8 +106,8 @@ def test_every_option_of_its_plot_is_understood(tmp_path):
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = "--name mine --variable avg_reward -v entropy --x_key step --smooth --smooth-window 2"
     result = CliRunner().invoke(
-        plot.main, ["plot", str(file), *options.split(), "--output", str(picture)]
+        use_run.plot_commands, ["plot", str(file), *options.split(), "--output", str(picture)]
     )
     assert (result.exit_code, picture.exists()) == (0, True), result.output
-    assert "entropy" in CliRunner().invoke(plot.main, ["info", str(file)]).stdout
-    assert "-r, --remote" in CliRunner().invoke(plot.main, ["plot", "--help"]).stdout
+    assert "entropy" in CliRunner().invoke(use_run.plot_commands, ["info", str(file)]).stdout
+    assert "-r, --remote" in CliRunner().invoke(use_run.plot_commands, ["plot", "--help"]).stdout

@@ -7,9 +7,9 @@ import pytest
 from click.testing import CliRunner
 
 from async_grpo.cli.options import given_options
-from async_grpo.cli.plot import plot
 from async_grpo.cli.train import config_of
 from async_grpo.cli.train import main as train
+from async_grpo.cli.use_run import plot
 from async_grpo.cli.worker import main as worker
 from async_grpo.util.errors import ConfigError
 

@@ -25,7 +25,7 @@ from scripted_loop import train_asynchronously
 from scripted_services import TIMEOUT_S, Story
 
 from async_grpo.cli.control import main as control
-from async_grpo.cli.replay import main as replay
+from async_grpo.cli.use_run import replay
 from async_grpo.run.loop import train_sft
 from async_grpo.training.ranks import Ranks
 from async_grpo.util.errors import AsyncGrpoError

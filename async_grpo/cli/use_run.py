@@ -1,12 +1,14 @@
-"""How finished runs are shown: `plot`, their metrics as a picture, and `rollouts`, a page.
+"""What is done with a run that is there: `plot`, `rollouts` and `replay`.
 
-The page has what the model wrote, and how each token was weighed.
+A picture of its metrics; a page of what the model wrote, and of how each token was weighed; its
+batches trained again, and compared to the bit.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +19,15 @@ import click
 from async_grpo.cli.boundary import command_boundary
 from async_grpo.cli.options import CONTEXT, OptionsCommand
 from async_grpo.cli.run_file import config_option
-from async_grpo.util.errors import ConfigError
+from async_grpo.cluster.reservation import rank_device
+from async_grpo.devices.inventory import prepare_for_devices
+from async_grpo.launch import local_ranks
+from async_grpo.util import deadlines
+from async_grpo.util.errors import ConfigError, ReplayError
+from async_grpo.util.imports import without_collection
 
 if TYPE_CHECKING:
+    from async_grpo.run.replaying import Recorded
     from async_grpo.viewing.curves import Run
     from async_grpo.viewing.page.build import Written
 
@@ -39,7 +47,7 @@ class PlotGroup(click.Group):
 
 
 @click.group("plot", cls=PlotGroup, context_settings={"help_option_names": ["-h", "--help"]})
-def main() -> None:
+def plot_commands() -> None:
     """Look at the metrics of runs: a PATH is a training_metrics.jsonl or the folder of a run.
 
     The command `plot` may be left out.
@@ -47,7 +55,7 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
 
 
-@main.command(cls=OptionsCommand)
+@plot_commands.command(cls=OptionsCommand)
 @click.argument("paths", metavar="PATH...", nargs=-1, required=True)
 @click.option(
     "-n",
@@ -108,7 +116,7 @@ def plot(
     click.echo(f"wrote {output}")
 
 
-@main.command("list")
+@plot_commands.command("list")
 @click.argument("path")
 @click.option("-r", "--remote", default="", metavar="ALIAS", help=REMOTE_HELP)
 @command_boundary()
@@ -129,7 +137,7 @@ def list_variables(path: str, remote: str) -> None:
         click.echo("  ".join([*columns, meaning]).rstrip())
 
 
-main.add_command(list_variables, "info")  # as the predecessor calls it
+plot_commands.add_command(list_variables, "info")  # as the predecessor calls it
 
 
 def _read_runs(paths: Sequence[str], names: Sequence[str], remote: str) -> list[Run]:
@@ -222,5 +230,80 @@ def _tokenizer(named: str, *, model: str, run: Path) -> object:
     return None
 
 
+@click.command("replay", context_settings=CONTEXT)
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option(
+    "--batch",
+    type=click.IntRange(min=0),
+    default=None,
+    show_default="the last one",
+    help="last batch that is trained again, as samples.jsonl counts: the first is 0",
+)
+@command_boundary()
+@local_ranks.rank0_only_errors()
+def replay(run: Path, batch: int | None) -> None:
+    """Train a batch of RUN, the folder of a run, again, and compare it to the bit.
+
+    From the latest checkpoint before it, or from the model, every rank is given the minibatches
+    that it had, in their order: each loss, gradient and update must be what it was. It says
+    `equal`, or where the first difference is (exit code 1). As many ranks as the run had start
+    here, or with torchrun on several machines. Neither Ray nor workers are needed, and nothing in
+    RUN changes.
+
+    \b
+    e.g. async-grpo replay runs/mine --batch 12
+    """
+    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
+        os.environ.setdefault(name, "1")  # what is here is what was trained
+    with without_collection():
+        from async_grpo.run.replaying import read_record  # seconds, as all needing torch
+
+    record = read_record(run, batch=batch)
+    if "RANK" not in os.environ and record.world_size > 1:
+        sys.exit(local_ranks.run_ranks(record.world_size))
+    prepare_for_devices(os.environ)
+    local_ranks.keep_to_loopback(os.environ)
+    logging.basicConfig(level="WARNING", format="%(levelname)s: %(message)s")
+    local_ranks.end_with_agent()
+    if not local_ranks.is_main_rank():
+        logging.disable(logging.WARNING)
+    with local_ranks.ends_at_once(), command_boundary(), local_ranks.rank0_only_errors():
+        _replay(record, record.batches.stop - 1 if batch is None else batch)
+
+
+def _replay(record: Recorded, batch: int) -> None:
+    from async_grpo.run import replaying
+    from async_grpo.training.ranks import Ranks
+
+    config = record.config
+    with rank_device(
+        asks_ray=False, address="", namespace="", share=config.memory.gpus_per_rank
+    ) as device:
+        ranks = Ranks.start(
+            timeout_s=deadlines.GROUP_SLACK_S,
+            device_index=device,
+            memory_share=config.memory.gpus_per_rank,
+            shard_ranks=config.memory.shard_ranks,
+        )
+        replaying.check_ranks(record, ranks)
+        start = ranks.share(lambda: replaying.find_checkpoint(record, batch))
+        _say(
+            f"from {start.folder or config.places.model_name_or_path}, on {ranks.world_size} ranks"
+        )
+        for note in replaying.machine_notes(record, ranks):
+            _say(f"note: {note}: bits may differ for that")
+        difference = replaying.replay(record, batch, ranks, start=start, say=_say)
+        if difference is not None:
+            raise ReplayError(f"it differs first in {difference}")
+        first = f"batches {start.batches} to {batch}" if start.batches < batch else f"batch {batch}"
+        _say(f"equal: {first}, every loss, gradient and update, to the bit")
+        ranks.stop()
+
+
+def _say(sentence: str) -> None:
+    if local_ranks.is_main_rank():
+        click.echo(sentence)
+
+
 if __name__ == "__main__":
-    main(prog_name="plot.py")
+    plot_commands(prog_name="plot.py")
