@@ -15,7 +15,16 @@ from pathlib import Path
 from async_grpo.algorithms.find import find_algorithm
 from async_grpo.check.data_read import DataRead
 from async_grpo.check.facts import Facts
-from async_grpo.check.finding import EVERYTHING, Cost, Finding, Setup, refused, tried
+from async_grpo.check.finding import (
+    EVERYTHING,
+    Cost,
+    Finding,
+    Known,
+    Level,
+    Setup,
+    refused,
+    tried,
+)
 from async_grpo.check.sizes import (
     check_batch,
     check_options,
@@ -92,9 +101,7 @@ def _cannot(kind: str, name: str) -> Finding:
 def check_model(setup: Setup, facts: Facts) -> Iterator[Finding]:
     """The folder, its tokenizer, what can be trained, and how large it is."""
     name = setup.train.places.model_name_or_path
-    if isinstance(facts.folder, AsyncGrpoError):
-        yield from refused("model", facts.folder)
-    elif isinstance(facts.model, AsyncGrpoError):
+    if isinstance(facts.model, AsyncGrpoError):
         yield from refused("model", facts.model)
     elif facts.model is None:
         made = setup.is_prepared(name)
@@ -108,10 +115,7 @@ def check_model(setup: Setup, facts: Facts) -> Iterator[Finding]:
 
 def check_contents(setup: Setup, facts: Facts) -> Iterator[Finding]:
     """The weights beside the model's config, and how its messages are written."""
-    if isinstance(facts.weights, AsyncGrpoError):
-        yield from refused("model", facts.weights)
-    elif facts.weights:
-        yield Finding("warning", "model", facts.weights)
+    yield from _of_fact("model", facts.weights, level="warning")
     if (named := setup.train.data.renderer) != AUTO and isinstance(facts.model, ModelFacts):
         yield from _of("renderer", partial(find_renderer, facts.model.path, named), named)
 
@@ -189,7 +193,7 @@ def check_workers(setup: Setup, facts: Facts) -> Iterator[Finding]:
         who = f"the {config.role} worker"
         yield from _of("worker", partial(check_engine, config, model, facts.engine_options))
         if isinstance(model, AsyncGrpoError):
-            if model is not facts.model:  # which is told of once
+            if model is not facts.model:  # `check_model` reports that one
                 yield from refused("worker", model)
         elif isinstance(model, ModelFacts) and isinstance(facts.model, ModelFacts):
             worker, demand = as_registered(config, model), _demand(setup, facts)
@@ -229,65 +233,48 @@ def check_rewards(setup: Setup, facts: Facts) -> Iterator[Finding]:
     for trial in facts.rewards.trials:
         verdict, question = trial.verdict, trial.question
         if verdict is None:
-            yield Finding(
-                "warning",
-                "reward",
-                f"{trial.worker.reward_fns} had not graded the first line after {TRIAL_S:g} s: a "
-                "run refuses a reward that takes longer than --verifier-timeout-s "
-                f"{trial.worker.verifier_timeout_s:g}",
-            )
-            continue
-        if verdict.cause == "connection" and trial.worker.verifier_network and not setup.trusted:
+            text = f"{trial.worker.reward_fns} had not graded the first line after {TRIAL_S:g} s: "
+            text += "a run refuses a reward that takes longer than --verifier-timeout-s "
+            yield Finding("warning", "reward", f"{text}{trial.worker.verifier_timeout_s:g}")
+        elif verdict.cause == "connection" and trial.worker.verifier_network and not setup.trusted:
             text = f"{verdict.adapter} asks over the network, which it has here with --trust alone"
             yield Finding("waits", "reward", text)
-            continue
-        if verdict.status == "error":
+        elif verdict.status == "error":
             said = tried(partial(refuse_or_describe, verdict, question, setup.train.data))
-            if isinstance(said, AsyncGrpoError):
-                yield from refused("reward", said)
-            else:
-                yield Finding("warning", "reward", f"{said}; a run starts all the same")
-            continue
-        answer = (question.answer or question.input)[:60]
-        said = f"reward {verdict.reward:g}" if verdict.status == "scored" else verdict.reason
-        yield Finding("ok", "reward", f"{verdict.adapter} on {answer!r}: {said or verdict.status}")
+            rest = "; a run starts all the same"
+            yield from _of_fact("reward", said, rest=rest, level="warning")
+        else:
+            answer = (question.answer or question.input)[:60]
+            said = f"reward {verdict.reward:g}" if verdict.status == "scored" else verdict.reason
+            text = f"{verdict.adapter} on {answer!r}: {said or verdict.status}"
+            yield Finding("ok", "reward", text)
 
 
-def check_devices(setup: Setup, facts: Facts) -> Iterator[Finding]:
+def check_devices(_: Setup, facts: Facts) -> list[Finding]:
     """Who gets which device of this machine."""
-    if isinstance(facts.placement, AsyncGrpoError):
-        yield from refused("devices", facts.placement)
-    elif facts.placement:
-        yield Finding("ok", "devices", facts.placement)
+    return _of_fact("devices", facts.placement)
 
 
 def check_places(setup: Setup, facts: Facts) -> Iterator[Finding]:
     """The cluster that is joined, and the gateway's port."""
-    if isinstance(facts.head, AsyncGrpoError):
-        yield from refused("cluster", facts.head)
-    elif isinstance(facts.cluster, AsyncGrpoError):
-        yield from refused("cluster", facts.cluster)
-    elif facts.cluster:
-        yield room_in(facts.cluster, setup, address=facts.head)
+    joined = facts.head if isinstance(facts.head, AsyncGrpoError) else facts.cluster
+    if isinstance(joined, AsyncGrpoError):
+        yield from refused("cluster", joined)
+    elif joined:
+        yield room_in(joined, setup, address=str(facts.head))
     elif setup.starts_head:
         yield Finding("ok", "cluster", "a Ray cluster of the run's own, on this machine")
-    if isinstance(facts.gateway, AsyncGrpoError):
-        yield from refused("gateway", facts.gateway)
-    elif facts.gateway:
-        yield Finding("ok", "gateway", f"{facts.gateway} is free")
+    yield from _of_fact("gateway", facts.gateway, rest=" is free")
 
 
-def check_start(_: Setup, facts: Facts) -> Iterator[Finding]:
+def check_start(_: Setup, facts: Facts) -> list[Finding]:
     """Whether the run begins, or goes on, in its folder."""
-    if isinstance(facts.start, AsyncGrpoError):
-        yield from refused("start", facts.start)
-    elif facts.start:
-        yield Finding("ok", "start", facts.start)
+    return _of_fact("start", facts.start)
 
 
 def check_plot(setup: Setup, _: Facts) -> Iterator[Finding]:
     """Metrics that are drawn once the run is over; an algorithm may have some of its own."""
-    for name in setup.plot_variables:
+    for name in setup.plot.get("variable", ()):
         near = get_close_matches(name.partition("/")[0], METRIC_BY_NAME, n=1, cutoff=0.8)
         if axis_label(name) == name and near:
             text = f"[plot] variable {name} is no metric of every run, the nearest is {near[0]}"
@@ -331,6 +318,13 @@ def _found(check: Check, setup: Setup, facts: Facts) -> list[Finding]:
 def _of(subject: str, rule: Callable[[], object], text: str = "") -> list[Finding]:
     """The finding of a rule that raises what it refuses; without a text it is silent else."""
     found = tried(rule)
-    if isinstance(found, AsyncGrpoError):
-        return refused(subject, found)
-    return [Finding("ok", subject, text)] if text else []
+    return _of_fact(subject, found if isinstance(found, AsyncGrpoError) else text)
+
+
+def _of_fact(
+    subject: str, fact: Known[str], *, rest: str = "", level: Level = "ok"
+) -> list[Finding]:
+    """What a fact says, at this level and with `rest` behind it, or why it is unknown."""
+    if isinstance(fact, AsyncGrpoError):
+        return refused(subject, fact)
+    return [Finding(level, subject, fact + rest)] if fact else []

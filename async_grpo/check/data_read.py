@@ -16,9 +16,7 @@ from numpy.typing import NDArray
 from async_grpo.check.finding import Setup, tried
 from async_grpo.config.data_files import DataSource
 from async_grpo.data.lines import may_be_hub_name
-from async_grpo.model.model_folder import (
-    ModelFacts,
-)
+from async_grpo.model.model_folder import ModelFacts
 from async_grpo.run.data import Part, Purpose, parts_of
 from async_grpo.types import GivenPair, Question, TrainingPair
 from async_grpo.util.errors import AsyncGrpoError
@@ -97,18 +95,16 @@ def read_data(setup: Setup, model: ModelFacts) -> Iterator[DataRead]:
     """Every source of the run's data, as much of each as can be read in `DATA_S`."""
     config = setup.train.but(model_name_or_path=model.path)
     for part in parts_of(config, model):
-        path = part.source.path
+        path, waits = part.source.path, ""
         if setup.is_prepared(path):
             waits = f"{path} is made by [launch] prepare"
         elif not os.path.exists(path) and may_be_hub_name(path):
             waits = f"{path} is read from the hub when the run loads"
-        else:
-            yield _read(part)
-            continue
-        yield DataRead(purpose=part.purpose, source=part.source, waits=waits)
+        read = DataRead(purpose=part.purpose, source=part.source, waits=waits)
+        yield read if waits else _read(part, read)
 
 
-def _read(part: Part) -> DataRead:
+def _read(part: Part, unread: DataRead) -> DataRead:
     lengths: list[int] = []
     firsts: dict[str, Record] = {}
     notes, is_whole, deadline = Notes(), True, float("inf")
@@ -130,9 +126,8 @@ def _read(part: Part) -> DataRead:
             firsts.setdefault(type_of(record), record)
 
     problem = tried(read)
-    return DataRead(
-        purpose=part.purpose,
-        source=part.source,
+    return replace(
+        unread,
         num_lines=len(lengths),
         is_whole=is_whole,
         lengths=np.asarray(lengths, np.int64),
@@ -144,19 +139,19 @@ def _read(part: Part) -> DataRead:
 
 def num_tokens(record: Record) -> int:
     """Of the prompt, or of the whole pair."""
-    if isinstance(record, Question):
-        return len(record.input_token_ids)
-    if isinstance(record, GivenPair):
-        return record.num_tokens
-    return len(record.prompt_token_ids) + len(record.completion_token_ids)
+    completion = () if isinstance(record, Question) else record.completion_token_ids
+    return len(_prompt_of(record)) + len(completion)
 
 
 def ids_of(record: Record) -> list[int]:
     """The prompt's."""
+    return [int(each) for each in _prompt_of(record)]
+
+
+def _prompt_of(record: Record) -> NDArray[np.int32]:
     if isinstance(record, TrainingPair):
-        return [int(each) for each in record.prompt_token_ids]
-    question = record.question if isinstance(record, GivenPair) else record
-    return [int(each) for each in question.input_token_ids]
+        return record.prompt_token_ids
+    return (record.question if isinstance(record, GivenPair) else record).input_token_ids
 
 
 def answer_of(record: Record) -> str | bytes | None:
@@ -166,6 +161,5 @@ def answer_of(record: Record) -> str | bytes | None:
 
 def type_of(record: Record) -> str:
     """The dataset_type of a record; a supervised pair has none."""
-    if isinstance(record, GivenPair):
-        record = record.question
-    return record.dataset_type if isinstance(record, Question) else ""
+    question = record.question if isinstance(record, GivenPair) else record
+    return question.dataset_type if isinstance(question, Question) else ""

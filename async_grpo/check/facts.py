@@ -43,14 +43,14 @@ from async_grpo.util.errors import AsyncGrpoError
 WEIGHTS_S = 2.0  # of looking at their values
 SHARED_MEMORY = Path("/dev/shm")
 MOST_VERIFIED_BYTES = 1 << 30  # of checkpoints, whose bytes a start reads
+Look = Callable[[str], ModelFacts | None]  # reads a model's folder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
     """Everything that the checks read, besides the run's own options."""
 
-    folder: Known[str] = ""  # of the model; empty: it is not here yet
-    model: Known[ModelFacts] | None = None
+    model: Known[ModelFacts] | None = None  # None: it is not here yet
     size: WeightsSize | None = None
     weights: Known[str] = ""  # what is odd about their names
     worker_models: tuple[Known[ModelFacts] | None, ...] = ()
@@ -73,10 +73,17 @@ class Facts:
 
 def gather(setup: Setup, *, tries_rewards: bool = True, cost: Cost = EVERYTHING) -> Facts:
     """Look at what checks of these costs read; starts verifier processes, and nothing else."""
-    config = setup.train
-    folder = tried(lambda: _folder(setup))
-    found: dict[str, Any] = {"folder": folder, **_machine(Path(config.recording.output_dir))}
-    found |= _in_seconds(setup, tries_rewards) if cost & Cost.SECONDS else _at_once(setup)
+    found: dict[str, Any] = _machine(Path(setup.train.recording.output_dir))
+    look = check_model_folder if cost & Cost.SECONDS else stated_facts
+    found["model"] = model = read_model(setup, look)
+    found["worker_models"] = tuple(_worker_model(setup, w, model, look) for w in setup.workers)
+    if isinstance(model, ModelFacts):
+        size = tried(lambda: weights_size(model.path))
+        found["size"] = None if isinstance(size, AsyncGrpoError) else size
+    if cost & Cost.SECONDS:
+        found |= _in_seconds(setup, model, tries_rewards)
+    else:
+        found["data"] = _sources(setup) or ()
     if cost & Cost.AT_ONCE:
         found |= _places(setup)
     asks_engine = any(each.engine_options for each in setup.workers)
@@ -98,15 +105,6 @@ def _places(setup: Setup) -> dict[str, object]:
     return {**found, "start": tried(lambda: _start(setup)), "unfit": unfit}
 
 
-def _at_once(setup: Setup) -> dict[str, object]:
-    """What heads of files say of models, and the first line of each file of data."""
-    model, others = _models(setup, stated_facts)
-    size = tried(lambda: weights_size(model.path)) if isinstance(model, ModelFacts) else None
-    known = None if isinstance(size, AsyncGrpoError) else size
-    data = _sources(setup) or ()
-    return {"model": model, "size": known, "worker_models": others, "data": data}
-
-
 def _sources(setup: Setup) -> AsyncGrpoError | None:
     """What is wrong with the places and first lines of its data."""
     config, waits = setup.train, setup.is_prepared
@@ -114,10 +112,11 @@ def _sources(setup: Setup) -> AsyncGrpoError | None:
     return tried(lambda: check_sources(*parts, waits=waits))
 
 
-def _in_seconds(setup: Setup, tries_rewards: bool) -> dict[str, object]:
-    """What tokenizers, the lines of data, the weights and the rewards say."""
-    model, others = _models(setup, check_model_folder)
-    found: dict[str, object] = {"model": model, "worker_models": others}
+def _in_seconds(
+    setup: Setup, model: Known[ModelFacts] | None, tries_rewards: bool
+) -> dict[str, object]:
+    """What the lines of data, the weights and the rewards say."""
+    found: dict[str, object] = {}
     reads: Known[tuple[DataRead, ...]] = ()
     if isinstance(model, ModelFacts):
         from async_grpo.model.weight_files import check_weights  # imports torch
@@ -125,8 +124,6 @@ def _in_seconds(setup: Setup, tries_rewards: bool) -> dict[str, object]:
         wrong = _sources(setup)
         reads = tried(lambda: tuple(read_data(setup, model))) if wrong is None else wrong
         found["weights"] = tried(lambda: check_weights(model.path, seconds=WEIGHTS_S))
-        size = tried(lambda: weights_size(model.path))
-        found |= {"size": size if isinstance(size, WeightsSize) else None, "data": reads}
         prompt = tried(lambda: _prompt(model, reads))
         found |= {"data": prompt} if isinstance(prompt, AsyncGrpoError) else prompt
     if tries_rewards and isinstance(reads, tuple):
@@ -135,50 +132,35 @@ def _in_seconds(setup: Setup, tries_rewards: bool) -> dict[str, object]:
     return found
 
 
-def _models(
-    setup: Setup, look: Callable[[str], ModelFacts | None]
-) -> tuple[Known[ModelFacts] | None, tuple[Known[ModelFacts] | None, ...]]:
-    """The trained one, and that of each worker; None where it is not here yet."""
-    _, model = read_model(setup, look)
-    return model, tuple(_worker_model(setup, each, model, look) for each in setup.workers)
-
-
-def read_model(
-    setup: Setup, look: Callable[[str], ModelFacts | None] = check_model_folder
-) -> tuple[Known[str], Known[ModelFacts] | None]:
-    """The trained model's folder, empty where it is not here yet, and what that says of it."""
-    folder = tried(lambda: _folder(setup))
-    if isinstance(folder, AsyncGrpoError) or not folder:
-        return folder, None
-    return folder, tried(lambda: look(folder))
-
-
-def _folder(setup: Setup) -> str:
-    """Of the model; empty where it is not here yet."""
-    config = setup.train
-    if setup.is_prepared(config.places.model_name_or_path):
-        return ""
-    return local_folder(
-        config.places.model_name_or_path, revision=config.places.model_revision, fetch=False
-    )
+def read_model(setup: Setup, look: Look = check_model_folder) -> Known[ModelFacts] | None:
+    """The trained model; None where it is not here yet."""
+    places = setup.train.places
+    return _model_at(setup, places.model_name_or_path, places.model_revision, look)
 
 
 def _worker_model(
     setup: Setup,
     worker: WorkerConfig,
     trained: Known[ModelFacts] | None,
-    look: Callable[[str], ModelFacts | None],
+    look: Look,
 ) -> Known[ModelFacts] | None:
     """The model of a worker that serves one from this machine's disk, if it is there yet."""
-    path = worker.model_path
-    if not worker.serves_model or setup.is_prepared(path):
+    if not worker.serves_model:
         return None
-    if path == setup.train.places.model_name_or_path:
+    if worker.model_path == setup.train.places.model_name_or_path:
         return trained
-    folder = tried(lambda: local_folder(path, revision=worker.model_revision, fetch=False))
-    if isinstance(folder, str):
-        return tried(lambda: look(folder)) if folder else None
-    return folder
+    return _model_at(setup, worker.model_path, worker.model_revision, look)
+
+
+def _model_at(setup: Setup, path: str, revision: str, look: Look) -> Known[ModelFacts] | None:
+    """The model of a folder, or of the hub's cache; None where it is in neither yet."""
+
+    def read() -> ModelFacts | None:
+        is_made = setup.is_prepared(path)
+        folder = "" if is_made else local_folder(path, revision=revision, fetch=False)
+        return look(folder) if folder else None
+
+    return tried(read)
 
 
 def _questions(setup: Setup, reads: Collection[DataRead]) -> list[Question]:
@@ -195,7 +177,7 @@ def _prompt(model: ModelFacts, data: Known[tuple[DataRead, ...]]) -> dict[str, o
     reads = data if isinstance(data, tuple) else ()
     records = [record for each in reads for record in each.firsts.values()]
     if not records:
-        return {}
+        return {"data": data}
     ids = ids_of(records[0])
     tokenizer = AutoTokenizer.from_pretrained(model.path)
     begin = tokenizer.bos_token_id

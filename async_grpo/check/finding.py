@@ -8,10 +8,10 @@ from __future__ import annotations
 import os
 import re
 import traceback
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from enum import Flag, auto
-from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 from async_grpo.model.model_folder import first_line
 from async_grpo.util.errors import AsyncGrpoError
@@ -65,7 +65,7 @@ class Setup:
     file: str = ""
     trusted: bool = False  # its code may do what it likes, here and over the network
     given_cpus: int = 0  # of Ray, as somebody gave them, who may give too few; 0: this machine's
-    plot_variables: tuple[str, ...] = ()  # that are drawn at the end
+    plot: Mapping[str, Any] = field(default_factory=dict)  # the table of its picture; empty: none
     types_overwrite: bool = False  # or a file alone says it
 
     @property

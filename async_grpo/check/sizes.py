@@ -9,6 +9,8 @@ import math
 import os
 from collections.abc import Iterator
 
+import numpy as np
+
 from async_grpo.check.data_read import DataRead
 from async_grpo.check.facts import Facts
 from async_grpo.check.finding import Finding, Setup
@@ -122,7 +124,7 @@ def sizes_in_words(model: ModelFacts, size: WeightsSize | None) -> str:
 def lengths_in_words(read: DataRead) -> str:
     """Of prompts, or of whole pairs, in tokens."""
     kind = "prompts" if read.purpose != "given" else "pairs"
-    low, middle, high = (int(value(read.lengths)) for value in (min, _median, max))
+    low, middle, high = min(read.lengths), int(np.median(read.lengths)), max(read.lengths)
     return f"{kind} of {low} to {high} tokens, half of them up to {middle}"
 
 
@@ -192,9 +194,3 @@ def in_units(number: float) -> str:
         if number >= unit:
             return f"{number / unit:.3g} {name}"
     return str(number)
-
-
-def _median(values: object) -> float:
-    import numpy as np
-
-    return float(np.median(values))  # type: ignore[call-overload]

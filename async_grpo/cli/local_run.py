@@ -51,7 +51,6 @@ NOTHING: Table = {}
 class LocalRun(Setup):
     """A run of one machine, checked before anything is started."""
 
-    plot: Table  # the table of its picture; empty: none
     num_cpus: int
     num_devices: int = 0  # that its own head counts
     placement: str = ""  # who gets which device, in a sentence
@@ -112,16 +111,6 @@ class LocalRun(Setup):
             "train": [{"nproc_per_node": self.num_ranks, **values_in(self.train)}],
             "plot": [self.plot] if self.plot else [],
         }
-
-
-def variables_of(plot: Table) -> tuple[str, ...]:
-    """What its table has drawn.
-
-    >>> variables_of({"variable": "kl"}), variables_of({"variable": ["kl", "entropy"]})
-    (('kl',), ('kl', 'entropy'))
-    """
-    named = plot.get("variable", ())
-    return (named,) if isinstance(named, str) else tuple(named)
 
 
 def options_of_run(launch_options: Table) -> dict[str, Any]:
@@ -190,7 +179,6 @@ def read_run(
         ray_address=ray_address,
         types_overwrite=is_typed(context, "overwrite") or "overwrite" in given,
         given_cpus=num_cpus,
-        plot_variables=variables_of(picture),
     )
 
 

@@ -198,7 +198,7 @@ def _prompt_of_data(run: LocalRun) -> int:
     from async_grpo.check.finding import tried
     from async_grpo.model.model_folder import ModelFacts
 
-    _, model = read_model(run)
+    model = read_model(run)
     if not isinstance(model, ModelFacts):
         return 0
     reads = tried(lambda: tuple(read_data(run, model)))

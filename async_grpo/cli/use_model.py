@@ -78,7 +78,6 @@ def _measured(config: EvaluateConfig, *, model: str, data: str) -> dict[str, obj
         workers=_workers(config, model),
         train=_run(config, model, data, folder=folder),
         num_ranks=0,
-        plot={},
         num_cpus=max(os.cpu_count() or 1, config.num_workers + 1),
         ray_address="",
         num_devices=len(usable_devices().devices),

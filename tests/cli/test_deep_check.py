@@ -1,6 +1,5 @@
 """The short runs of `async-grpo check --deep`: what they train, and what is said of each end."""
 
-import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -148,5 +147,5 @@ def test_a_real_run_trains_resumes_and_exits_1_where_the_resumed_half_differs(
 
 
 def test_without_a_model_it_waits(deep):
-    [finding] = deep_findings(None, dataclasses.replace(Facts(), folder=""))
+    [finding] = deep_findings(None, Facts())
     assert finding.level == "waits"
