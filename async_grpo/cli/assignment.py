@@ -32,10 +32,11 @@ def placed_on(run: LocalRun, nodes: Sequence[int]) -> LocalRun:
     found = plan_on(nodes, run)
     ranks, *others = found.placed
     with_devices = iter(others)
-    workers = [
-        _changed(config, next(with_devices)) if config.num_devices else config
-        for config in run.workers
-    ]
+    workers = list(run.workers)
+    for number, config in enumerate(workers):
+        if config.num_devices:
+            own = next(with_devices)
+            workers[number] = replace(config, num_workers=own.count, gpus_per_worker=own.share)
     return replace(
         run,
         train=run.train.but(gpus_per_rank=ranks.share),
@@ -58,10 +59,6 @@ def plan_on(nodes: Sequence[int], run: LocalRun) -> Placement:
     return plan(nodes, ranks=ranks, workers=[each for each in demands if each.count])
 
 
-def _changed(config: WorkerConfig, demand: Demand) -> WorkerConfig:
-    return replace(config, num_workers=demand.count, gpus_per_worker=demand.share)
-
-
 def _demand(config: WorkerConfig) -> Demand:
     return Demand(
         f"{config.role} worker",
@@ -72,8 +69,12 @@ def _demand(config: WorkerConfig) -> Demand:
     )
 
 
-def described(found: Placement) -> str:
-    """A line a seat, for people: Ray may number the devices of a node otherwise."""
+def described(run: LocalRun, devices: str) -> str:
+    """How a run would be placed on machines of so many devices, as `devices_in` reads them.
+
+    A line a seat, for people: Ray may number the devices of a node otherwise.
+    """
+    found = plan_on(devices_in(devices), run)
     lines = [found.sentence]
     for seat in found.seats:
         place = f"device {', '.join(map(str, seat.devices))}" if seat.devices else "CPU"
@@ -188,10 +189,10 @@ def in_words(run: LocalRun, found: Sequence[Dispatch]) -> str:
 
 
 def dispatched(run: LocalRun, found: Sequence[Dispatch]) -> LocalRun:
-    """The run with a table for each dispatcher, of its share of the one that it is of."""
-    return replace(run, workers=tuple(_share_of(run.workers[each.worker], each) for each in found))
-
-
-def _share_of(config: WorkerConfig, each: Dispatch) -> WorkerConfig:
-    share = each.share if config.num_devices else config.gpus_per_worker
-    return replace(config, num_workers=each.count, gpus_per_worker=share)
+    """The run with a [[worker]] table for each dispatcher, which has its count and its share."""
+    workers = []
+    for each in found:
+        config = run.workers[each.worker]
+        share = each.share if config.num_devices else config.gpus_per_worker
+        workers.append(replace(config, num_workers=each.count, gpus_per_worker=share))
+    return replace(run, workers=tuple(workers))

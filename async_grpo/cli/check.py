@@ -10,7 +10,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from itertools import cycle, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,8 +20,8 @@ import click
 from async_grpo.check.finding import EVERYTHING, Cost, Finding, refused
 from async_grpo.cli.assignment import devices_in, placed, placed_on
 from async_grpo.cli.boundary import command_boundary
-from async_grpo.cli.launch_file import launch
-from async_grpo.cli.local_run import LocalRun, options_of_run, read_run
+from async_grpo.cli.launch_file import run_of
+from async_grpo.cli.local_run import LocalRun
 from async_grpo.cli.options import CONTEXT
 from async_grpo.cli.run_file import check_origin, trust_option
 from async_grpo.cli.run_processes import COMMAND
@@ -103,7 +103,7 @@ def findings_of(
     """
     file, options = (words[0], words[1:]) if words and words[0][:1] != "-" else ("", words)
     try:
-        run = _read(file, options)
+        run = run_of(file, options)
         check_origin(run, file=file, typed=options, trusted=trusted)
         check_services(run.workers)
     except click.UsageError as error:
@@ -148,31 +148,6 @@ def _silent(logger: logging.Logger) -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _read(file: str, options: Sequence[str]) -> LocalRun:
-    """As `launch` reads it; without a file, options of the trainer are all there is."""
-    if not file:
-        return read_run(config="", train_options=options)
-    params = launch.make_context("launch", [file, *options]).params
-    return read_run(**options_of_run(params))
-
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """The largest minibatch that a rank of a run may meet."""
-
-    num_tokens: int  # of a sequence
-    num_sequences: int
-
-    @classmethod
-    def of(cls, *, max_output: int, max_prompt: int, max_positions: int, max_tokens: int) -> Sizes:
-        """
-        >>> Sizes.of(max_output=512, max_prompt=100, max_positions=32768, max_tokens=4096)
-        Sizes(num_tokens=612, num_sequences=6)
-        """
-        longest = min(max_prompt + max_output, max_positions)
-        return cls(longest, max(1, max_tokens // longest))
-
-
 def deep_findings(run: LocalRun, facts: Facts) -> Iterator[Finding]:
     """Of short supervised runs with the sizes of a run, in a folder apart; the last is what fails.
 
@@ -186,15 +161,12 @@ def deep_findings(run: LocalRun, facts: Facts) -> Iterator[Finding]:
     if not isinstance(facts.model, ModelFacts) or not prompts:
         yield Finding("waits", "deep", "model and data are not here yet: prepare them first")
         return
-    sizes = Sizes.of(
-        max_output=run.train.sampling.max_generation_tokens,
-        max_prompt=max(int(read.lengths.max(initial=0)) for read in reads),
-        max_positions=facts.model.max_positions,
-        max_tokens=run.train.batching.max_tokens_per_gpu,
-    )
+    max_prompt = max(int(read.lengths.max(initial=0)) for read in reads)
+    max_output = run.train.sampling.max_generation_tokens
+    longest = min(max_prompt + max_output, facts.model.max_positions)
     with tempfile.TemporaryDirectory(prefix="async-grpo-check-") as place:
         trials = Trials(run, facts.model, Path(place))
-        yield (found := trials.worst_minibatch(sizes))
+        yield (found := trials.worst_minibatch(longest))
         if found.level == "ok":
             yield (found := trials.overfit(prompts))
         if found.level == "ok":
@@ -207,13 +179,13 @@ class Trials:
     def __init__(self, run: LocalRun, model: ModelFacts, place: Path) -> None:
         self._run, self._model, self._place = run, model, place
 
-    def worst_minibatch(self, sizes: Sizes) -> Finding:
-        """One step on as many of the longest sequences as a minibatch of each rank holds."""
-        ids = [number % self._model.vocab_size for number in range(sizes.num_tokens)]
-        pairs = [{"input_token_ids": ids[:1], "completion_token_ids": ids[1:]}] * (
-            sizes.num_sequences * self._run.num_ranks
-        )
-        what = f"{sizes.num_sequences} sequences of {sizes.num_tokens} tokens on each rank"
+    def worst_minibatch(self, num_tokens: int) -> Finding:
+        """One step on as many sequences of `num_tokens` as a minibatch of each rank holds."""
+        num_sequences = max(1, self._run.train.batching.max_tokens_per_gpu // num_tokens)
+        ids = [number % self._model.vocab_size for number in range(num_tokens)]
+        pair = {"input_token_ids": ids[:1], "completion_token_ids": ids[1:]}
+        pairs = [pair] * (num_sequences * self._run.num_ranks)
+        what = f"{num_sequences} sequences of {num_tokens} tokens on each rank"
         failure = self._train("worst", pairs, num_training_batches=1, checkpoint_every_batches=0)
         if failure:
             remedy = "lower --max-tokens-per-gpu, or add --activation-checkpointing"

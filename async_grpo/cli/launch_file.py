@@ -21,37 +21,12 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from async_grpo.cli.assignment import (
-    Node,
-    described,
-    devices_in,
-    dispatched,
-    dispatches,
-    in_words,
-    placed,
-    plan_on,
-)
+from async_grpo.cli import local_run, run_processes
+from async_grpo.cli.assignment import Node, described, dispatched, dispatches, in_words, placed
 from async_grpo.cli.boundary import EXIT_ERROR, command_boundary
-from async_grpo.cli.local_run import (
-    EMITTED,
-    RUN_FILE,
-    LocalRun,
-    commands_of,
-    planned,
-    resolved_text,
-    resuming,
-)
+from async_grpo.cli.local_run import RUN_FILE, LocalRun
 from async_grpo.cli.options import CONTEXT, OptionsCommand
 from async_grpo.cli.run_file import Table, as_toml, trust_option, trust_words
-from async_grpo.cli.run_processes import (
-    COMMAND,
-    CheckBeside,
-    cluster_of,
-    dispatcher_of,
-    name_of,
-    refuse_broken,
-    remote_dispatcher_of,
-)
 from async_grpo.cli.train import main as train
 from async_grpo.devices.inventory import usable_devices
 from async_grpo.launch.child_processes import ChildProcess, RemoteProcess, Watched
@@ -103,7 +78,9 @@ class LaunchCommand(OptionsCommand):
 )
 @click.option("--dry-run", is_flag=True, help="print the whole file and every command, start none")
 @click.option(
-    "--emit", type=click.Choice([*EMITTED]), help="print the run as a script for such a queue"
+    "--emit",
+    type=click.Choice([*local_run.EMITTED]),
+    help="print the run as a script for such a queue",
 )
 @trust_option
 @stdin_option
@@ -117,16 +94,24 @@ def launch(*, plan_for: str, dry_run: bool, emit: str | None, **options: Any) ->
     \b
     e.g. examples/quickstart.toml --num-training-batches 40 --output-dir runs/short
     """
-    run = planned(starts=not (plan_for or dry_run or emit), **options)
+    run = local_run.planned(starts=not (plan_for or dry_run or emit), **options)
     if plan_for:
-        click.echo(described(plan_on(devices_in(plan_for), run)))
+        click.echo(described(run, plan_for))
     elif emit:
-        click.echo(EMITTED[emit](run), nl=False)
+        click.echo(local_run.EMITTED[emit](run), nl=False)
     elif dry_run:
-        commands = commands_of(placed(run, usable_devices()))
-        click.echo(resolved_text(run, commands=commands), nl=False)
+        commands = local_run.commands_of(placed(run, usable_devices()))
+        click.echo(local_run.resolved_text(run, commands=commands), nl=False)
     else:
         run_here(run)
+
+
+def run_of(file: str, options: Sequence[str]) -> LocalRun:
+    """The run of a file and options of the trainer, as `launch` reads them; the file may be ""."""
+    if not file:
+        return local_run.read_run(train_options=options)
+    launch_options = launch.make_context("launch", [file, *options]).params
+    return local_run.read_run(**local_run.options_of_run(launch_options))
 
 
 def run_here(run: LocalRun) -> None:
@@ -141,7 +126,7 @@ def run_here(run: LocalRun) -> None:
     if run.num_devices:
         logger.info("%s", run.placement)
     output_folder.check_free(run.folder)
-    refuse_broken(run, say=logger.warning)
+    run_processes.refuse_broken(run, say=logger.warning)
     with output_folder.lock(run.folder, byte=output_folder.LAUNCH):
         (run.folder / output_folder.CONNECTION_FILE).unlink(missing_ok=True)  # a killed one
         _carry_out(run, given)
@@ -155,10 +140,10 @@ def _carry_out(run: LocalRun, given: LocalRun) -> None:
         logger.info("the run goes on with what was prepared for it")
     for program, *options in () if run.goes_on else run.prepare:
         logger.info("preparing: %s", " ".join((program, *options[:1])))
-        own = {"python": (sys.executable,), "async-grpo": COMMAND}
+        own = {"python": (sys.executable,), "async-grpo": run_processes.COMMAND}
         _finish(*own.get(program, (program,)), *options)
     if run.prepare and not run.goes_on:
-        refuse_broken(run, say=logger.warning, is_prepared=True)
+        run_processes.refuse_broken(run, say=logger.warning, is_prepared=True)
     try:
         with _file_kept(given):
             _train(run)
@@ -166,7 +151,7 @@ def _carry_out(run: LocalRun, given: LocalRun) -> None:
         number = getattr(interrupt, "number", signal.SIGINT)
         raise Interrupted(number, f"interrupted; {how_to_go_on(run)}") from None
     if run.plot:
-        _finish(*COMMAND, *run.plot_words)
+        _finish(*run_processes.COMMAND, *run.plot_words)
     click.echo(conclusion(run, seconds=time.monotonic() - started))
 
 
@@ -177,7 +162,7 @@ def _file_kept(run: LocalRun) -> Iterator[None]:
     before = file.read_bytes() if file.exists() else None
     began_at_ns = time.time_ns()
     with replacing(file) as new:
-        new.write(as_toml(resuming(run).tables).encode())
+        new.write(as_toml(local_run.resuming(run).tables).encode())
     try:
         yield
     finally:
@@ -188,28 +173,28 @@ def _file_kept(run: LocalRun) -> Iterator[None]:
 
 def _train(run: LocalRun) -> None:
     with contextlib.ExitStack() as stack:
-        beside = CheckBeside(run, command=COMMAND, say=logger.warning)
+        beside = run_processes.CheckBeside(run, command=run_processes.COMMAND, say=logger.warning)
         stack.enter_context(beside)
-        environment, heads = stack.enter_context(cluster_of(run, watched=(beside,)))
+        environment, heads = stack.enter_context(run_processes.cluster_of(run, watched=(beside,)))
         nodes = _nodes(run) if run.ray_address else (HERE,)
         found = dispatches(run, nodes)
         logger.info("starting workers (%s) and the trainer ...", in_words(run, found))
         workers: list[Watched] = [beside]
-        names = [name_of(run, each.worker) for each in found]
+        names = [run_processes.name_of(run, each.worker) for each in found]
         run = dispatched(run, found)
         run.write_file()
         for number, (each, name) in enumerate(zip(found, names, strict=True)):
             worker: ChildProcess | RemoteProcess = (
-                dispatcher_of(run, number, environment, name=name)
+                run_processes.dispatcher_of(run, number, environment, name=name)
                 if each.node == nodes[0]
-                else remote_dispatcher_of(run, number, name=name, node=each.node)
+                else run_processes.remote_dispatcher_of(run, number, name=name, node=each.node)
             )
             stack.enter_context(worker)
             workers.append(worker)
         # At once: it waits for them itself, and what takes it longest is to import.
         trainer = ChildProcess(
             "the trainer",
-            [*COMMAND, *run.train_words],
+            [*run_processes.COMMAND, *run.train_words],
             log=run.logs / "trainer.log",
             environment=environment | {output_folder.LAUNCH_LOGS: str(run.logs)},
             shows_output=True,
@@ -290,10 +275,8 @@ def conclusion(run: LocalRun, *, seconds: float) -> str:
     if told := _held_out(NewRows(folder / EVALUATIONS_FILE).read()):
         lines[1] = f"{told}, {lines[1]}"
     rows = NewRows(folder / METRICS_FILE).read()
-    batches, total = (
-        rows[-1]["iteration"] + 1 if rows else 0,
-        run.train.batching.num_training_batches,
-    )
+    batches = rows[-1]["iteration"] + 1 if rows else 0
+    total = run.train.batching.num_training_batches
     if rows and batches < total:
         lines.append(f"stopped after batch {batches} of {total}: {how_to_go_on(run)}")
     lines += _alarms(run)

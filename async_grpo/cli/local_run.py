@@ -19,17 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from async_grpo.check.finding import Setup
+from async_grpo.cli import run_file
 from async_grpo.cli.options import is_typed
-from async_grpo.cli.run_file import (
-    SHARED_OPTIONS,
-    Table,
-    as_toml,
-    check_origin,
-    read_tables,
-    values_in,
-    values_of,
-)
-from async_grpo.cli.train import check_algorithm, config_of
+from async_grpo.cli.run_file import Table, as_toml, values_in, values_of
+from async_grpo.cli.train import algorithm_of, config_of
 from async_grpo.cli.train import main as train
 from async_grpo.cli.use_run import plot
 from async_grpo.cli.worker import main as worker
@@ -129,9 +122,11 @@ def planned(*, trust: bool = False, starts: bool = True, **options: Any) -> Loca
     from async_grpo.run.recruitment import brought_by, check_roles
 
     run = read_run(**options)
-    check_origin(run, file=options["config"], typed=options["train_options"], trusted=trust)
+    run_file.check_origin(
+        run, file=options["config"], typed=options["train_options"], trusted=trust
+    )
     with users_code_confined(trusted=trust or starts):
-        check_algorithm(run.train)
+        algorithm_of(run.train)
         check_environments(run.train.environments)
         check_services(run.workers)
         if run.starts_head:
@@ -141,7 +136,7 @@ def planned(*, trust: bool = False, starts: bool = True, **options: Any) -> Loca
 
 def read_run(
     *,
-    config: str,
+    config: str = "",
     train_options: Sequence[str] = (),
     given: Table = NOTHING,
     prepare: str = "",
@@ -155,7 +150,7 @@ def read_run(
     gets where they are on.
     """
     permitted = {name: True for name, is_on in of_workers.items() if is_on}
-    shared, tables = read_tables(config) if config else ({}, {})
+    shared, tables = run_file.read_tables(config) if config else ({}, {})
     workers = []
     for table in tables.get("worker", []):
         values = values_of(table, command=worker, where=f"{config}: [worker]")
@@ -169,12 +164,13 @@ def read_run(
     _check_cluster(trained.places.ray_address, of_workers=ray_address if workers else None)
     folder = trained.recording.output_dir
     own = {"paths": [folder], "output": f"{folder}/reward.svg"}
+    drawn = {key: picture[key] for key in picture if key not in run_file.SHARED_OPTIONS}
     return LocalRun(
         prepare=tuple(commands_in(prepare)),
         workers=tuple(workers),
         train=trained,
         num_ranks=context.params["nproc_per_node"],
-        plot=_without_shared({**own, **picture}) if "plot" in tables else {},
+        plot={**own, **drawn} if "plot" in tables else {},
         num_cpus=max(num_cpus or os.cpu_count() or 1, sum(each.num_workers for each in workers)),
         ray_address=ray_address,
         types_overwrite=is_typed(context, "overwrite") or "overwrite" in given,
@@ -291,7 +287,3 @@ def _body(run: LocalRun, command: str) -> str:
         f"mv {file}.new {file}\n"
         f"exec {command}\n"
     )
-
-
-def _without_shared(table: Table) -> Table:
-    return {key: value for key, value in table.items() if key not in SHARED_OPTIONS}

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import tomllib
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -15,8 +15,8 @@ import click
 
 from async_grpo.cli.assignment import placed_on
 from async_grpo.cli.boundary import command_boundary
-from async_grpo.cli.launch_file import launch
-from async_grpo.cli.local_run import RUN_FILE, LocalRun, options_of_run, read_run
+from async_grpo.cli.launch_file import run_of
+from async_grpo.cli.local_run import RUN_FILE, LocalRun
 from async_grpo.cli.options import CONTEXT
 from async_grpo.cli.run_file import check_origin, trust_option
 from async_grpo.util.errors import AsyncGrpoError, ConfigError, UnfitModel
@@ -64,7 +64,7 @@ def plan(
     """
     from async_grpo.check.described import users_code_confined
 
-    run = _read(file, train_options)
+    run = run_of(file, train_options)
     check_origin(run, file=file, typed=train_options, trusted=trust)
     with users_code_confined(trusted=trust):
         found = plan_of(run, **options)
@@ -101,7 +101,7 @@ def plan_of(
         asked, known, output_tokens=output_tokens, prompt_tokens=prompt_tokens or of_data
     )
     if of_data:
-        lengths = dataclasses.replace(lengths, source=f"{lengths.source}, prompts of the data")
+        lengths = replace(lengths, source=f"{lengths.source}, prompts of the data")
     work = work_of(asked, known, lengths)
     found = search(work, asked)
     best = work(found.best.split)
@@ -119,6 +119,7 @@ def asked_of(run: LocalRun, fleet: Fleet, *, shape_of: str = "") -> Asked:
     """A run with the sizes of its models."""
     from async_grpo.planning.asked import Asked
 
+    host_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with_model = {number: each for number, each in enumerate(run.workers) if each.serves_model}
     return Asked(
         train=run.train,
@@ -134,7 +135,7 @@ def asked_of(run: LocalRun, fleet: Fleet, *, shape_of: str = "") -> Asked:
             for number, each in with_model.items()
         },
         fleet=fleet,
-        host_bytes=_host_bytes() if not fleet.num_devices else 0,
+        host_bytes=0 if fleet.num_devices else host_bytes,
     )
 
 
@@ -186,9 +187,9 @@ def _placed(run: LocalRun, fleet: Fleet) -> LocalRun:
     """With whole devices for all; where they are too few, with shares as `launch` gives them."""
     if fleet.num_devices < 1 + sum(each.num_devices for each in run.workers):
         return placed_on(run, fleet.nodes)
-    workers = tuple(dataclasses.replace(each, gpus_per_worker=1.0) for each in run.workers)
+    workers = tuple(replace(each, gpus_per_worker=1.0) for each in run.workers)
     train = run.train.but(gpus_per_rank=1.0)
-    return dataclasses.replace(run, train=train, workers=workers)
+    return replace(run, train=train, workers=workers)
 
 
 def _prompt_of_data(run: LocalRun) -> int:
@@ -207,11 +208,6 @@ def _prompt_of_data(run: LocalRun) -> int:
     return round(fmean(lengths)) if lengths else 0
 
 
-def _read(file: str, options: Sequence[str]) -> LocalRun:
-    """As `launch` reads it."""
-    return read_run(**options_of_run(launch.make_context("launch", [file, *options]).params))
-
-
 def _fleet(text: str) -> Fleet:
     """What was typed, or this machine's devices, or its cores."""
     from async_grpo.devices.inventory import read_inventory
@@ -227,7 +223,7 @@ def _fleet(text: str) -> Fleet:
 
     threads = num_threads()
     speed = read_speed(threads=threads)
-    core = dataclasses.replace(
+    core = replace(
         CPU, flops=speed.flops, bytes_per_s=speed.bytes_per_s, source="measured on these cores"
     )
     return Fleet((), core, num_cores=len(os.sched_getaffinity(0)), threads=threads)
@@ -253,7 +249,7 @@ def _earlier(folder: str, asked: Asked, shape_of: str) -> EarlierRun:
             f"--from-run {folder} has no {RUN_FILE}, which says how it was shared out: name a run "
             "of `async-grpo launch`"
         )
-    run = _read(str(file), ())
+    run = run_of(str(file), ())
     earlier = asked_of(run, asked.fleet, shape_of=shape_of)
     if earlier.model != asked.model:
         raise UnfitModel(
@@ -266,7 +262,3 @@ def _earlier(folder: str, asked: Asked, shape_of: str) -> EarlierRun:
     dump = run.train.recording.dump_samples_filename
     lengths = read_lengths(Path(folder), rows, dump=dump)
     return EarlierRun(name=folder, asked=earlier, rows=rows, lengths=lengths)
-
-
-def _host_bytes() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

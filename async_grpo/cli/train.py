@@ -5,37 +5,25 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING
 
 import click
 
+from async_grpo.cli import options
 from async_grpo.cli.boundary import command_boundary
-from async_grpo.cli.options import (
-    CONTEXT,
-    GroupedOption,
-    OptionsCommand,
-    given_options,
-    is_typed,
-    options_of,
-    predecessor_options,
-)
 from async_grpo.cli.run_file import config_option
 from async_grpo.cluster import head
 from async_grpo.cluster.reservation import rank_device
 from async_grpo.config.option import require
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.devices.inventory import prepare_for_devices
+from async_grpo.launch import local_ranks
 from async_grpo.launch.interrupts import RankInterrupts
-from async_grpo.launch.local_ranks import (
-    end_with_agent,
-    ends_at_once,
-    is_main_rank,
-    keep_to_loopback,
-    rank0_only_errors,
-    run_ranks,
-)
+from async_grpo.launch.local_ranks import is_main_rank, rank0_only_errors
 from async_grpo.model.hub import local_folder
 from async_grpo.model.model_folder import check_files, check_tokenizer_files
 from async_grpo.run.output_folder import check_output, check_overwrite
@@ -45,6 +33,7 @@ from async_grpo.util.imports import without_collection
 from async_grpo.util.stopping import StopRequest
 
 if TYPE_CHECKING:
+    from async_grpo.algorithms.base import Algorithm
     from async_grpo.training.ranks import Ranks
 
 logger = logging.getLogger(__name__)
@@ -56,7 +45,7 @@ QUIET = {
 }
 
 
-class RankCommand(OptionsCommand):
+class RankCommand(options.OptionsCommand):
     """A command whose usage errors reach the screen once, however many ranks make them."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -64,17 +53,17 @@ class RankCommand(OptionsCommand):
             return super().parse_args(ctx, args)
 
 
-@click.command("train", cls=RankCommand, context_settings=CONTEXT)
-@options_of(TrainConfig)
+@click.command("train", cls=RankCommand, context_settings=options.CONTEXT)
+@options.options_of(TrainConfig)
 @click.option(
     "--nproc-per-node",
-    cls=GroupedOption,
+    cls=options.GroupedOption,
     group="Memory and speed",
     type=click.IntRange(min=1),
     default=1,
     help="trainer ranks on this machine; on several machines torchrun starts them",
 )
-@predecessor_options
+@options.predecessor_options
 @config_option
 @command_boundary()
 @rank0_only_errors()
@@ -88,16 +77,16 @@ def main(*, nproc_per_node: int, **_: object) -> None:
     """
     context = click.get_current_context()
     config = config_of(context)
-    check_overwrite(config.recording, is_typed=is_typed(context, "overwrite"))
-    check_algorithm(config)
+    check_overwrite(config.recording, is_typed=options.is_typed(context, "overwrite"))
+    algorithm_of(config)
     if "RANK" not in os.environ and nproc_per_node > 1:
-        sys.exit(run_ranks(nproc_per_node))
+        sys.exit(local_ranks.run_ranks(nproc_per_node))
     _check_started(nproc_per_node)
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
     prepare_for_devices(os.environ)
     meets_workers = config.memory.weight_transport == "nccl" or bool(config.teaching.express)
-    keep_to_loopback(os.environ, meets_workers=meets_workers)
+    local_ranks.keep_to_loopback(os.environ, meets_workers=meets_workers)
     # Progress is what this command puts out; errors go to stderr.
     logging.basicConfig(
         level="WARNING", format="%(asctime)s %(levelname)s %(message)s", stream=sys.stdout
@@ -105,13 +94,13 @@ def main(*, nproc_per_node: int, **_: object) -> None:
     stop = StopRequest()
     interrupts = RankInterrupts(stop, is_main=is_main_rank(), say=_say)
     interrupts.listen()
-    end_with_agent()
+    local_ranks.end_with_agent()
     if is_main_rank():
         logging.getLogger("async_grpo").setLevel(config.recording.logging_level)
     else:
         logging.disable(logging.WARNING)
     with (
-        ends_at_once(stop),
+        local_ranks.ends_at_once(stop),
         command_boundary(),
         rank0_only_errors(),
         interrupts.on_interrupt(config.recording.output_dir),
@@ -121,16 +110,16 @@ def main(*, nproc_per_node: int, **_: object) -> None:
 
 def config_of(context: click.Context) -> TrainConfig:
     """The options of a command line, and those of its `--config`."""
-    given = given_options(context)
+    given = options.given_options(context)
     given.pop("nproc_per_node", None)
     return TrainConfig.from_options(given)
 
 
-def check_algorithm(config: TrainConfig) -> None:
-    """With every reason that it has against these options."""
+def algorithm_of(config: TrainConfig) -> Algorithm:
+    """The algorithm of a run; raises `ConfigError` for options that it refuses."""
     from async_grpo.algorithms.find import find_algorithm  # imports numpy: not for --help
 
-    find_algorithm(config)
+    return find_algorithm(config)
 
 
 def check_at_once(config: TrainConfig) -> None:
@@ -143,9 +132,7 @@ def check_at_once(config: TrainConfig) -> None:
     from async_grpo.data.questions import check_sources  # imports numpy
 
     check_sources(config.data, config.evaluation, config.teaching)
-    from async_grpo.algorithms.find import find_algorithm  # imports numpy: not for --help
-
-    if not find_algorithm(config).learns_from_pairs:
+    if not algorithm_of(config).learns_from_pairs:
         head.locate(config.places.ray_address)
 
 
@@ -166,33 +153,38 @@ def run(config: TrainConfig, *, stop: Event | None = None) -> None:
     config = resolved(config)
     if is_main_rank():
         check_at_once(config)
-    from async_grpo.algorithms.find import find_algorithm
-
     with without_collection():
-        from async_grpo.training.ranks import Ranks, as_rank_loss  # seconds, as all needing torch
+        from async_grpo.training.ranks import as_rank_loss  # seconds, as all needing torch
 
-    timeout_s = (
-        config.places.stall_timeout_s + config.places.worker_timeout_s + deadlines.GROUP_SLACK_S
-    )
-    share = config.memory.gpus_per_rank
+    places, asks_ray = config.places, not algorithm_of(config).learns_from_pairs
+    timeout_s = places.stall_timeout_s + places.worker_timeout_s + deadlines.GROUP_SLACK_S
     try:
-        with rank_device(
-            asks_ray=not find_algorithm(config).learns_from_pairs,
-            address=config.places.ray_address,
-            namespace=config.places.namespace,
-            share=share,
-        ) as device:
-            ranks = Ranks.start(
-                timeout_s=timeout_s,
-                device_index=device,
-                memory_share=share,
-                shard_ranks=config.memory.shard_ranks,
-            )
+        with joined_ranks(config, asks_ray=asks_ray, timeout_s=timeout_s) as ranks:
             _train(config, ranks, stop=stop)
     except RuntimeError as error:
         if (lost := as_rank_loss(error)) is None:
             raise
         raise lost from error
+
+
+@contextmanager
+def joined_ranks(config: TrainConfig, *, asks_ray: bool, timeout_s: float) -> Iterator[Ranks]:
+    """The group of all ranks, which this one joins with a device of its own: see `rank_device`."""
+    from async_grpo.training.ranks import Ranks
+
+    places, memory = config.places, config.memory
+    with rank_device(
+        asks_ray=asks_ray,
+        address=places.ray_address,
+        namespace=places.namespace,
+        share=memory.gpus_per_rank,
+    ) as device:
+        yield Ranks.start(
+            timeout_s=timeout_s,
+            device_index=device,
+            memory_share=memory.gpus_per_rank,
+            shard_ranks=memory.shard_ranks,
+        )
 
 
 def _check_started(num_ranks: int) -> None:
@@ -203,13 +195,12 @@ def _check_started(num_ranks: int) -> None:
 
 
 def _train(config: TrainConfig, ranks: Ranks, *, stop: Event | None) -> None:
-    from async_grpo.algorithms.find import find_algorithm
     from async_grpo.run.output_folder import folder_held
 
     with folder_held(Path(config.recording.output_dir), ranks):
         with without_collection():
             from async_grpo.run.loop import train_grpo, train_sft
-        from_pairs = find_algorithm(config).learns_from_pairs
+        from_pairs = algorithm_of(config).learns_from_pairs
         (train_sft if from_pairs else train_grpo)(config, ranks, stop=stop)
     if stop and stop.is_set():
         ranks.agree(0)  # the others are ended as soon as one has left

@@ -19,7 +19,7 @@ import click
 from async_grpo.cli.boundary import command_boundary
 from async_grpo.cli.options import CONTEXT, OptionsCommand
 from async_grpo.cli.run_file import config_option
-from async_grpo.cluster.reservation import rank_device
+from async_grpo.cli.train import joined_ranks
 from async_grpo.devices.inventory import prepare_for_devices
 from async_grpo.launch import local_ranks
 from async_grpo.util import deadlines
@@ -273,18 +273,9 @@ def replay(run: Path, batch: int | None) -> None:
 
 def _replay(record: Recorded, batch: int) -> None:
     from async_grpo.run import replaying
-    from async_grpo.training.ranks import Ranks
 
-    config = record.config
-    with rank_device(
-        asks_ray=False, address="", namespace="", share=config.memory.gpus_per_rank
-    ) as device:
-        ranks = Ranks.start(
-            timeout_s=deadlines.GROUP_SLACK_S,
-            device_index=device,
-            memory_share=config.memory.gpus_per_rank,
-            shard_ranks=config.memory.shard_ranks,
-        )
+    config, timeout_s = record.config, deadlines.GROUP_SLACK_S
+    with joined_ranks(config, asks_ray=False, timeout_s=timeout_s) as ranks:
         replaying.check_ranks(record, ranks)
         start = ranks.share(lambda: replaying.find_checkpoint(record, batch))
         _say(

@@ -25,7 +25,7 @@ from async_grpo.cli.check import check, findings_of
 from async_grpo.cli.local_run import planned
 from async_grpo.cli.plan import plan
 from async_grpo.cli.run_file import as_toml
-from async_grpo.cli.run_processes import CheckBeside
+from async_grpo.cli.run_processes import COMMAND, CheckBeside
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.util.errors import ConfigError
 from async_grpo.verification import confinement
@@ -517,7 +517,7 @@ def test_a_check_that_has_failed_ends_no_start():
 def test_the_check_beside_a_start_finds_what_takes_seconds():
     write("questions.jsonl", *questions(num=2), "[1]\n", *questions(2))
     with pytest.raises(ConfigError, match=r"jsonl line 3, expected a JSON object, got \[1\]"):
-        beside(run_of(run_file()), launch_file.COMMAND, pytest.fail)
+        beside(run_of(run_file()), COMMAND, pytest.fail)
 
 
 GRADING = """

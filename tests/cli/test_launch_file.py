@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from async_grpo.cli import launch_file
+from async_grpo.cli import launch_file, run_processes
 from async_grpo.cli.launch_file import _file_kept, launch
 from async_grpo.cli.local_run import options_of_run, planned
 from async_grpo.cli.main import quickstart
@@ -81,7 +81,7 @@ while "train" not in open("notes").read():  # so that there is a trainer to be e
 @pytest.fixture(autouse=True)
 def _unbroken(monkeypatch):
     """What check would find of runs whose model is none: tests/check looks at that."""
-    monkeypatch.setattr(launch_file, "refuse_broken", lambda *_, **__: None)
+    monkeypatch.setattr(run_processes, "refuse_broken", lambda *_, **__: None)
 
 
 @pytest.fixture
@@ -385,8 +385,8 @@ def started(file, tmp_path):
     (tmp_path / "command.py").write_text(COMMAND)
     code = (
         "import sys; from async_grpo.cli import launch_file, run_processes\n"
-        "launch_file.COMMAND = run_processes.COMMAND = (sys.executable, 'command.py')\n"
-        "launch_file.refuse_broken = lambda *_, **__: None\n"  # see `_unbroken`
+        "run_processes.COMMAND = (sys.executable, 'command.py')\n"
+        "run_processes.refuse_broken = lambda *_, **__: None\n"  # see `_unbroken`
         "launch_file._nodes = lambda run: (launch_file.HERE,)\n"  # no cluster is there
         "launch_file.launch(prog_name='launch')"
     )

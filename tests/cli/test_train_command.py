@@ -117,7 +117,7 @@ def test_a_file_alone_has_no_run_with_a_checkpoint_removed(
     typed, is_refused, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("async_grpo.cli.train.check_algorithm", _is_passed)
+    monkeypatch.setattr("async_grpo.cli.train.algorithm_of", _is_passed)
     Path("run/checkpoints/batch_3").mkdir(parents=True)
     Path("run/checkpoints/batch_3/COMMITTED").touch()
     Path("run.toml").write_text('[train]\noverwrite = true\noutput_dir = "run"\n')

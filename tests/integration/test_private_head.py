@@ -10,8 +10,8 @@ import pytest
 from commands import REPOSITORY
 from private_cluster import environment, sessions_of
 
-from async_grpo.cli.launch_file import cluster_of
 from async_grpo.cli.local_run import LocalRun
+from async_grpo.cli.run_processes import cluster_of
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.verification.usage import descendants
