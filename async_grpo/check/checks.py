@@ -60,7 +60,7 @@ Check = Callable[[Setup, Facts], Iterable[Finding]]
 
 
 def check_folders(setup: Setup, _: Facts) -> Iterator[Finding]:
-    """The output folder, the dump and the trackers."""
+    """The output folder can be written, and the trackers are known."""
     recording = setup.train.recording
     written = f"{recording.output_dir} can be written"
     yield from _of("output", lambda: check_output(recording), written)
@@ -83,7 +83,7 @@ def check_code(setup: Setup, _: Facts) -> Iterator[Finding]:
 
 
 def check_prepare(setup: Setup, _: Facts) -> Iterator[Finding]:
-    """Programs, and the first script: what comes after it may have been made by it."""
+    """Programs of `prepare` and its first script exist; that script may make later ones."""
     for number, (program, *words) in enumerate(setup.prepare):
         is_made = number and os.sep in program
         if program not in OWN_PROGRAMS and not is_made and not shutil.which(program):
@@ -121,7 +121,7 @@ def check_contents(setup: Setup, facts: Facts) -> Iterator[Finding]:
 
 
 def check_data(setup: Setup, facts: Facts) -> Iterator[Finding]:
-    """Every line of every source, and how long its prompts are."""
+    """Every line of every source can be read; report the lengths of its prompts."""
     if isinstance(facts.data, AsyncGrpoError):
         yield from refused("data", facts.data)
         return
@@ -154,7 +154,7 @@ def _check_read(setup: Setup, read: DataRead) -> Iterator[Finding]:
 
 
 def check_lines(_: Setup, facts: Facts) -> Iterator[Finding]:
-    """What a file's lines have in common with each other, and with what is trained."""
+    """Warn of copied lines, odd columns and roles, and of held-out questions in training data."""
     reads = facts.data if isinstance(facts.data, tuple) else ()
     for read in reads:
         path = read.source.path
@@ -187,7 +187,7 @@ def check_teachers(setup: Setup, facts: Facts) -> Iterator[Finding]:
 
 
 def check_workers(setup: Setup, facts: Facts) -> Iterator[Finding]:
-    """The models of the workers, and whether they could serve this run."""
+    """The models of the workers can be read, and could serve this run."""
     yield from _of("rewards", lambda: check_same_rewards(setup.workers))
     for config, model in zip(setup.workers, facts.worker_models, strict=True):
         who = f"the {config.role} worker"
@@ -220,7 +220,7 @@ def _demand(setup: Setup, facts: Facts) -> Demand:
 
 
 def check_rewards(setup: Setup, facts: Facts) -> Iterator[Finding]:
-    """How rewards run, and what each said of the expected answer of the first line."""
+    """How rewards are confined, and how each grades the expected answer of the first line."""
     if isinstance(facts.rewards, AsyncGrpoError):
         yield from refused("reward", facts.rewards)
         return
@@ -251,12 +251,12 @@ def check_rewards(setup: Setup, facts: Facts) -> Iterator[Finding]:
 
 
 def check_devices(_: Setup, facts: Facts) -> list[Finding]:
-    """Who gets which device of this machine."""
+    """Each rank and worker gets a device of this machine, or a share of one."""
     return _of_fact("devices", facts.placement)
 
 
 def check_places(setup: Setup, facts: Facts) -> Iterator[Finding]:
-    """The cluster that is joined, and the gateway's port."""
+    """The cluster that the run joins has room, and the gateway's port is free."""
     joined = facts.head if isinstance(facts.head, AsyncGrpoError) else facts.cluster
     if isinstance(joined, AsyncGrpoError):
         yield from refused("cluster", joined)
@@ -273,7 +273,7 @@ def check_start(_: Setup, facts: Facts) -> list[Finding]:
 
 
 def check_plot(setup: Setup, _: Facts) -> Iterator[Finding]:
-    """Metrics that are drawn once the run is over; an algorithm may have some of its own."""
+    """Variables of [plot] are metrics; only near misses are named, an algorithm may add some."""
     for name in setup.plot.get("variable", ()):
         near = get_close_matches(name.partition("/")[0], METRIC_BY_NAME, n=1, cutoff=0.8)
         if axis_label(name) == name and near:
@@ -282,7 +282,7 @@ def check_plot(setup: Setup, _: Facts) -> Iterator[Finding]:
 
 
 def check_packages(_: Setup, facts: Facts) -> Iterator[Finding]:
-    """The installed packages, and what we rely on in them."""
+    """The installed packages have the versions and interfaces that we rely on."""
     for sentence in facts.unfit:
         yield Finding("error", "packages", f"{sentence}: run `make setup`, or pip install -r "
                       "requirements/cpu.txt (gpu.txt with NVIDIA devices)")  # fmt: skip
@@ -301,14 +301,14 @@ CHECKS: Mapping[Check, Cost] = {  # in the order in which a run would meet what 
 
 
 def check_all(setup: Setup, facts: Facts, *, cost: Cost = EVERYTHING) -> list[Finding]:
-    """Every finding of the checks of such a cost; what two find, once."""
+    """All findings of the checks of this cost; a text that two checks find appears once."""
     asked = [check for check, own in CHECKS.items() if own & cost]
     found = [finding for check in asked for finding in _found(check, setup, facts)]
     return list({(each.level, each.text): each for each in reversed(found)}.values())[::-1]
 
 
 def _found(check: Check, setup: Setup, facts: Facts) -> list[Finding]:
-    """Whatever else a check raises is an error that names it, and stops no other."""
+    """Run one check; an exception becomes an error finding that names it, and stops no other."""
     found = tried(lambda: list(check(setup, facts)))
     if isinstance(found, AsyncGrpoError):
         return refused(check.__name__.removeprefix("check_"), found)
@@ -316,7 +316,7 @@ def _found(check: Check, setup: Setup, facts: Facts) -> list[Finding]:
 
 
 def _of(subject: str, rule: Callable[[], object], text: str = "") -> list[Finding]:
-    """The finding of a rule that raises what it refuses; without a text it is silent else."""
+    """Call a rule: the finding of what it raises, else an ok with `text`, if there is any."""
     found = tried(rule)
     return _of_fact(subject, found if isinstance(found, AsyncGrpoError) else text)
 
@@ -324,7 +324,7 @@ def _of(subject: str, rule: Callable[[], object], text: str = "") -> list[Findin
 def _of_fact(
     subject: str, fact: Known[str], *, rest: str = "", level: Level = "ok"
 ) -> list[Finding]:
-    """What a fact says, at this level and with `rest` behind it, or why it is unknown."""
+    """A finding of the fact with `rest` behind it, or of the error that hides it."""
     if isinstance(fact, AsyncGrpoError):
         return refused(subject, fact)
     return [Finding(level, subject, fact + rest)] if fact else []

@@ -22,7 +22,7 @@ from async_grpo.types import GivenPair, Question, TrainingPair
 from async_grpo.util.errors import AsyncGrpoError
 
 Record = Question | TrainingPair | GivenPair
-DATA_S = 3.0  # of reading a file, beyond which the rest is left to the run
+DATA_S = 3.0  # longest time for one file; the run reads the rest
 
 MAX_NOTED_IDS = 4096
 ROLES = ("system", "user", "assistant", "tool", "developer", "function")
@@ -31,20 +31,20 @@ PROMPTS = frozenset({"input", "messages", "input_token_ids"})  # of which a line
 
 @dataclass(slots=True)
 class Notes:
-    """Of one source."""
+    """What is odd about the lines of one source."""
 
     num_lines: int = 0
     num_copies: int = 0  # of an earlier line
-    keys: set[int] = field(default_factory=set)  # of each prompt with its answer
+    keys: set[int] = field(default_factory=set)  # hashes of prompt and answer
     lacking: Counter[str] = field(default_factory=Counter)  # columns of the first line of its type
-    roles: Counter[str] = field(default_factory=Counter)  # that are none
+    roles: Counter[str] = field(default_factory=Counter)  # of messages, that no template knows
     ids: list[int] = field(default_factory=list)  # of the first prompts
     _columns: dict[str, frozenset[str]] = field(default_factory=dict)  # by type, of its first line
 
     def take(
         self, row: Mapping[str, Any], ids: Sequence[int], *, answer: object, kind: str
     ) -> None:
-        """One more line, whose prompt has these token ids."""
+        """Add one line, whose prompt has these token ids."""
         self.num_lines += 1
         key = hash((*ids, answer))
         self.num_copies += key in self.keys
@@ -87,7 +87,7 @@ class DataRead:
     firsts: Mapping[str, Record] = field(default_factory=dict)  # by dataset_type, the first record
     problem: AsyncGrpoError | None = None
     waits: str = ""  # why it cannot be read yet
-    unknown: float = 0.0  # share of its first prompts' tokens that stand for nothing known
+    unknown: float = 0.0  # share of unknown tokens in its first prompts
     notes: Notes = field(default_factory=Notes)
 
 
@@ -138,13 +138,13 @@ def _read(part: Part, unread: DataRead) -> DataRead:
 
 
 def num_tokens(record: Record) -> int:
-    """Of the prompt, or of the whole pair."""
+    """Tokens of the prompt, or of the whole pair."""
     completion = () if isinstance(record, Question) else record.completion_token_ids
     return len(_prompt_of(record)) + len(completion)
 
 
 def ids_of(record: Record) -> list[int]:
-    """The prompt's."""
+    """The token ids of the prompt."""
     return [int(each) for each in _prompt_of(record)]
 
 
@@ -155,7 +155,7 @@ def _prompt_of(record: Record) -> NDArray[np.int32]:
 
 
 def answer_of(record: Record) -> str | bytes | None:
-    """What is to be learnt of it."""
+    """The expected answer, or the bytes of the completion's token ids."""
     return record.answer if isinstance(record, Question) else record.completion_token_ids.tobytes()
 
 

@@ -1,7 +1,7 @@
-"""A user's algorithm, as far as options depend on it: asked in a confinement, and told as JSON.
+"""Facts of a user's algorithm: a confined process imports it and prints them as JSON.
 
-`check`, `plan` and `launch --dry-run` look at files that a stranger may have written. What their
-code is imported for is a few facts of its class; nothing else comes out of the process.
+`check`, `plan` and `launch --dry-run` read files that a stranger may have written. They need a few
+facts of an algorithm's class; nothing else comes out of the process that imports its code.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Described(Algorithm):
 
 @contextlib.contextmanager
 def users_code_confined(*, trusted: bool) -> Iterator[None]:
-    """Within, no user's algorithm is imported in this process, unless the user trusts its code."""
+    """In the block, this process imports no user's algorithm, unless its code is `trusted`."""
     before = find.import_elsewhere
     find.import_elsewhere = before if trusted else _describe
     try:
@@ -52,7 +52,7 @@ def users_code_confined(*, trusted: bool) -> Iterator[None]:
 
 
 def _describe(config: TrainConfig, code: UserCode) -> Algorithm:
-    """Raises `ConfigError` for what is no algorithm, for refused options, without confinement."""
+    """Raises `ConfigError` for no algorithm, for refused options, and without confinement."""
     return Described(config, _told(config.but(model_name_or_path="any"), code))
 
 
@@ -88,7 +88,7 @@ def _told(config: TrainConfig, code: UserCode) -> Told:
 
 
 def main() -> None:
-    """Inside: say of one algorithm what is asked, on a pipe that its own prints do not reach."""
+    """In the confined process: print facts of one algorithm, on a pipe that its prints miss."""
     namespaces.prctl(namespaces.PR_SET_NO_NEW_PRIVS, 1)
     namespaces.drop_capabilities()
     asked, answer = json.load(sys.stdin), os.dup(1)

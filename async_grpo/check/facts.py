@@ -1,8 +1,8 @@
 """What a check looks at, gathered once: files, models, this machine, its packages, the cluster.
 
-What cannot be had is kept as the error that a run would end with, so that the checks stay pure.
-Interfaces of other packages that nobody promised us are read in their sources, which are not
-imported: a package that has moved one is found here, in a moment, and not by a worker.
+A fact that cannot be read is kept as the error that a run would end with, so that the checks stay
+pure. Private interfaces of other packages are looked up in their sources, which are not imported:
+a package that has moved one is found here at once, and not by a worker.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from async_grpo.model.model_folder import (
 from async_grpo.types import Question
 from async_grpo.util.errors import AsyncGrpoError
 
-WEIGHTS_S = 2.0  # of looking at their values
+WEIGHTS_S = 2.0  # longest look at the values of weights
 SHARED_MEMORY = Path("/dev/shm")
 MOST_VERIFIED_BYTES = 1 << 30  # of checkpoints, whose bytes a start reads
 Look = Callable[[str], ModelFacts | None]  # reads a model's folder
@@ -72,7 +72,7 @@ class Facts:
 
 
 def gather(setup: Setup, *, tries_rewards: bool = True, cost: Cost = EVERYTHING) -> Facts:
-    """Look at what checks of these costs read; starts verifier processes, and nothing else."""
+    """Read what checks of these costs need; this starts verifier processes, and nothing else."""
     found: dict[str, Any] = _machine(Path(setup.train.recording.output_dir))
     look = check_model_folder if cost & Cost.SECONDS else stated_facts
     found["model"] = model = read_model(setup, look)
@@ -106,7 +106,7 @@ def _places(setup: Setup) -> dict[str, object]:
 
 
 def _sources(setup: Setup) -> AsyncGrpoError | None:
-    """What is wrong with the places and first lines of its data."""
+    """The error of the run's data: its places, and the first line of each file."""
     config, waits = setup.train, setup.is_prepared
     parts = config.data, config.evaluation, config.teaching
     return tried(lambda: check_sources(*parts, waits=waits))
@@ -164,14 +164,14 @@ def _model_at(setup: Setup, path: str, revision: str, look: Look) -> Known[Model
 
 
 def _questions(setup: Setup, reads: Collection[DataRead]) -> list[Question]:
-    """What the rewards are tried on: the first question of each file."""
+    """The questions for the rewards: the first of each dataset_type, or the first of all."""
     found = [q for each in reads if each.purpose == "train" for q in each.firsts.values()]
     questions = [question for question in found if isinstance(question, Question)]
     return questions if setup.train.data.data else questions[:1]
 
 
 def _prompt(model: ModelFacts, data: Known[tuple[DataRead, ...]]) -> dict[str, object]:
-    """The first prompt as text, whether it begins with two first tokens; what no token is of."""
+    """The first prompt as text, whether bos stands twice, and each file's unknown tokens."""
     from transformers import AutoTokenizer
 
     reads = data if isinstance(data, tuple) else ()
@@ -265,7 +265,7 @@ RELIED_ON: dict[tuple[str, str, str], tuple[str, ...]] = {
 
 @functools.cache
 def broken_interfaces() -> tuple[str, ...]:
-    """A sentence for each that the installed packages do not have."""
+    """A sentence for each interface that the installed packages lack."""
     return tuple(_broken(RELIED_ON))
 
 
@@ -284,7 +284,7 @@ def engine_option_names() -> frozenset[str]:
 
 @functools.cache
 def unfit_packages() -> tuple[str, ...]:
-    """A sentence for each package that this one asks for, and that is missing or another."""
+    """A sentence for each required package that is missing or has another version."""
     return tuple(_unfit(metadata.requires(OURS) or ()))
 
 
@@ -317,7 +317,7 @@ def _unfit(requirements: Iterable[str]) -> Iterator[str]:
 
 
 def _missing_name(file: Path, name: str, used: Collection[str]) -> str:
-    """The first name that a source does not define; empty when it has all."""
+    """The first name that a source file does not define; empty when it defines all."""
     if not file.is_file():
         return name
     for node in ast.walk(ast.parse(file.read_bytes())):

@@ -1,4 +1,4 @@
-"""What a check is given, a run as its file describes it, and what it says.
+"""The input of a check, a run as its file describes it, and its findings.
 
 A finding is one line that names the field, its value and what to do.
 """
@@ -25,7 +25,7 @@ Known: TypeAlias = T | AsyncGrpoError
 
 
 class Cost(Flag):
-    """What a check takes, on an idle machine."""
+    """How long a check takes on an idle machine."""
 
     AT_ONCE = auto()  # options, names and heads of files: a second or two, with no process
     SECONDS = auto()  # tokenizers, lines, weights, and rewards in processes of their own
@@ -63,8 +63,8 @@ class Setup:
     prepare: tuple[tuple[str, ...], ...] = ()  # commands, one after the other
     ray_address: str = ""  # empty: a head of its own, or the trainer's
     file: str = ""
-    trusted: bool = False  # its code may do what it likes, here and over the network
-    given_cpus: int = 0  # of Ray, as somebody gave them, who may give too few; 0: this machine's
+    trusted: bool = False  # its code may run unconfined, and use the network
+    given_cpus: int = 0  # of Ray, as the user gave them; 0: all of this machine
     plot: Mapping[str, Any] = field(default_factory=dict)  # the table of its picture; empty: none
     types_overwrite: bool = False  # or a file alone says it
 
@@ -90,7 +90,7 @@ class Setup:
 
 
 def tried(look: Callable[[], T]) -> Known[T]:
-    """What was found, or the error that a run would end with; what nobody foresaw is one too."""
+    """Call `look`; return its result or its error; other exceptions become AsyncGrpoError."""
     try:
         return look()
     except AsyncGrpoError as error:

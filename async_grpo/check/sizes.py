@@ -1,6 +1,6 @@
 """What a run comes to, in numbers and words: its batches, steps, disk and memory.
 
-And the values of options that can run, and are most probably not meant.
+And values of options that can run but are probably mistakes.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def check_room(setup: Setup, facts: Facts) -> Iterator[Finding]:
 
 
 def _store(facts: Facts, *, snapshot: int) -> Finding:
-    """Of the object store that Ray makes here; `snapshot` in bytes."""
+    """Whether Ray's object store on this machine holds two snapshots of `snapshot` bytes."""
     store = int(min(STORE_SHARE * facts.memory_bytes, STORE_OF_SHARED * facts.shared_bytes))
     if complaint := store_complaint(snapshot, store_bytes=store, share=1.0):
         return Finding("warning", "memory", complaint)
@@ -113,7 +113,7 @@ def _warm_up(setup: Setup) -> Iterator[Finding]:
 
 
 def sizes_in_words(model: ModelFacts, size: WeightsSize | None) -> str:
-    """Of a model, for people."""
+    """Sizes of a model, in a sentence."""
     weights = f"{in_units(size.num_parameters)} parameters, " if size else ""
     return (
         f"{model.path}: {weights}{model.vocab_size} tokens in the vocabulary, sequences of up to "
@@ -122,7 +122,7 @@ def sizes_in_words(model: ModelFacts, size: WeightsSize | None) -> str:
 
 
 def lengths_in_words(read: DataRead) -> str:
-    """Of prompts, or of whole pairs, in tokens."""
+    """Lengths of prompts, or of whole pairs, in tokens, as a sentence."""
     kind = "prompts" if read.purpose != "given" else "pairs"
     low, middle, high = min(read.lengths), int(np.median(read.lengths)), max(read.lengths)
     return f"{kind} of {low} to {high} tokens, half of them up to {middle}"
@@ -131,7 +131,7 @@ def lengths_in_words(read: DataRead) -> str:
 def batch_in_words(
     batching: BatchingOptions, *, of_slot: int, num_ranks: int, num_lines: int, is_sft: bool
 ) -> str:
-    """What is sampled and trained a batch, a gradient step, a rank and in all.
+    """Samples of a batch, a gradient step, a rank and the run, as a sentence.
 
     `of_slot`: samples of a question, or 1 of pairs.
 
@@ -159,7 +159,7 @@ and ask each of 64 questions 50 times
 
 
 def _disk_need(setup: Setup, size: WeightsSize) -> tuple[int, int]:
-    """Bytes of checkpoints and exports, and at most those of the dump of samples.
+    """Bytes of checkpoints and exports, and the most bytes of the dump of samples.
 
     While a checkpoint is written, those that are kept are still there.
     """

@@ -1,7 +1,7 @@
 """What a run's [[worker]] tables would start: what each would register as, and what is refused.
 
-The rewards that dispatchers bring are called a first time, as a run's verifiers do it, in processes
-of this command alone; the room for all workers is looked for in a cluster.
+`try_here` calls the rewards of dispatchers in processes of this command, as a run's verifiers do;
+`room_in` compares what all workers take with what a cluster has.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from async_grpo.verification.confinement import wanted_isolation, why_unconfined
 from async_grpo.verification.sandbox import Sandbox
 from async_grpo.verification.tasks import adapter_sample
 
-TRIAL_S = 4.0  # of all rewards of a dispatcher on one line, beyond which the rest is the run's
+TRIAL_S = 4.0  # longest wait for all rewards of a dispatcher on one line
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What one reward of a dispatcher said of the expected answer of a question."""
+    """The verdict of one reward of a dispatcher on the expected answer of a question."""
 
     worker: WorkerConfig
     question: Question
@@ -41,7 +41,7 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """What all rewards said, and how they ran."""
+    """The verdicts of all rewards, and how they were confined."""
 
     trials: tuple[Trial, ...] = ()
     confinement: Mapping[str, str] = field(default_factory=dict)  # see `types.workers`
@@ -111,7 +111,7 @@ async def _try(
 
 
 def as_registered(config: WorkerConfig, model: ModelFacts) -> WorkerInfo:
-    """What the trainer would hear of it: enough for `run.recruitment.check_worker`."""
+    """The registration of such a worker, as far as `run.recruitment.check_worker` reads it."""
     if config.mode in (GENERATION, JUDGE):
         longest = config.max_model_len or model.max_positions
     else:

@@ -31,12 +31,12 @@ class WorkerKind:
 
     role: str
     num_workers: int
-    resources: Mapping[str, float]  # that one of them takes of this node
-    start: Callable[[str], WorkerHandle]  # makes the actor with this worker id; it loads afterwards
+    resources: Mapping[str, float]  # Ray resources of this node that each worker takes
+    start: Callable[[str], WorkerHandle]  # makes the actor of a worker id, which loads later
 
 
 def worker_kinds(cluster: Cluster, config: WorkerConfig) -> tuple[WorkerKind, ...]:
-    """What a dispatcher starts; generation workers bring a verifier pool for their rewards."""
+    """The kinds of workers that a dispatcher starts; generation workers bring a verifier pool."""
     if config.role == VERIFIER:
         return (_verifier_pool(cluster, config),)
     taken = {"CPU": 1.0, "GPU": _devices_taken(cluster, config)} if not config.judge_url else {}
@@ -55,10 +55,10 @@ def worker_kinds(cluster: Cluster, config: WorkerConfig) -> tuple[WorkerKind, ..
 
 
 def _devices_taken(cluster: Cluster, config: WorkerConfig) -> float:
-    """By one worker, as Ray counts them; none on a node without.
+    """The devices that one worker takes, as Ray counts them; 0.0 on a node without devices.
 
-    Raises `ConfigError` for what a machine with devices lacks, and where Ray counts none of them: a
-    worker would take one unseen.
+    Raises `ConfigError` where devices cannot be used, and where Ray counts none of them: it could
+    give a device that this worker uses to another one.
     """
     if not config.num_devices or not (here := usable_devices()).devices:
         return 0.0
@@ -71,7 +71,7 @@ def _devices_taken(cluster: Cluster, config: WorkerConfig) -> float:
 
 
 def _verifier_pool(cluster: Cluster, config: WorkerConfig) -> WorkerKind:
-    """Its reward files are read here, once: a pool started again grades as the one before."""
+    """Read the reward files here, once, so that a restarted pool grades as the first one did."""
     from async_grpo.verification.config import verifier_config
 
     wanted = verifier_config(config)
@@ -111,9 +111,9 @@ def _start_generation_worker(
 def _service_starter(
     cluster: Cluster, config: WorkerConfig, taken: Mapping[str, float]
 ) -> Callable[[str], WorkerHandle]:
-    """Of what a class of the user's answers, or an address; file and key are read here, once.
+    """Starts workers of a service: the user's own class, or a judge at an address.
 
-    The key goes to the worker, and no environment sees it.
+    The class's file and the judge's key are read here, once. Only the worker gets the key.
     """
     from async_grpo.environments.service import ServiceWorker, make_service
 
@@ -150,7 +150,7 @@ def _service_starter(
 def _start_environment_worker(
     cluster: Cluster, config: WorkerConfig, taken: Mapping[str, float], worker_id: str
 ) -> WorkerHandle:
-    """It learns of the environment from the run."""
+    """Start a worker that asks the run which environment to play."""
     from async_grpo.cluster.handles import ask_controller
     from async_grpo.environments.environment_worker import EnvironmentWorker
     from async_grpo.verification.jailer import allow_unconfined
@@ -191,7 +191,7 @@ def _actor(
     max_concurrency: int = 1000,
     variables: Mapping[str, str] = MappingProxyType({}),
 ) -> Any:
-    """Of this node, with these variables beside those of `ray start`."""
+    """Make an actor class of this node whose processes get `variables` beside those of Ray."""
     variables = {**startup_variables(os.environ), **variables}
     return cluster.actor(
         actor_class,

@@ -35,17 +35,17 @@ POLL_INTERVAL_S = 0.2
 
 
 class Watched(Protocol):
-    """A command, here or elsewhere, that should not end, or not in an error."""
+    """A command on any node that should keep running, or should not fail."""
 
     def check(self) -> None:
-        """Raise `AsyncGrpoError` when it has."""
+        """Raise `AsyncGrpoError` when the command has ended or failed."""
 
 
 def leash(number: signal.Signals) -> tuple[str, ...]:
-    """Words before a command that have the kernel send it `number` when this process is killed.
+    """Prefix of a command which has the kernel send it `number` when this process is killed.
 
-    The kernel looks at the thread that has started it, which may end before: none but the main one
-    leashes. Without util-linux's setpriv nobody does.
+    The kernel sends it at the end of the thread that started the command, which may end before the
+    process: only the main thread gets the prefix. It is empty without util-linux's setpriv.
     """
     setpriv = shutil.which("setpriv")
     if setpriv is None or threading.current_thread() is not threading.main_thread():
@@ -54,7 +54,7 @@ def leash(number: signal.Signals) -> tuple[str, ...]:
 
 
 def ended_within(timeout_s: float, *processes: subprocess.Popen[bytes]) -> bool:
-    """Wait so long for their end; whether all of them have ended then."""
+    """Wait at most `timeout_s` for the processes to end; return whether all of them have."""
     deadline = time.monotonic() + timeout_s
     for process in processes:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -64,25 +64,25 @@ def ended_within(timeout_s: float, *processes: subprocess.Popen[bytes]) -> bool:
 
 @dataclass(eq=False)
 class ChildProcess:
-    """A child with its log file; it and its descendants end with the `with` block.
+    """A child process with a log file; it and its descendants end with the `with` block.
 
-    It is asked to end, too, when this process is killed.
+    The kernel sends it the stop signal when this process is killed.
     """
 
     name: str
     command: Sequence[str]
     _: KW_ONLY
-    log: Path  # of its errors, and of its output too unless `shows_output`
+    log: Path  # takes stderr, and stdout too unless `shows_output`
     environment: Mapping[str, str]
-    folder: str | None = None  # where it works; by default here
+    folder: str | None = None  # working directory; None: this process's
     shows_output: bool = False
-    stdin: int = subprocess.DEVNULL  # or a pipe, by which the child sees the end of this process
+    stdin: int = subprocess.DEVNULL  # PIPE: it closes when this process ends
     stop_signal: signal.Signals = signal.SIGINT
     stop_timeout_s: float = deadlines.CHILD_ENDED_S
-    max_restarts: int = 0  # after a signal that nobody here has sent; `check` does it
+    max_restarts: int = 0  # `check` restarts a child that a foreign signal killed
 
     def __enter__(self) -> Self:
-        sees_our_end = self.stdin == subprocess.PIPE  # by itself: it is not asked twice
+        sees_our_end = self.stdin == subprocess.PIPE  # then it stops by itself
         leashed = () if sees_our_end else leash(self.stop_signal)
         is_first = not hasattr(self, "child")
         # Ray blocks signals in the threads of an actor, and a child would inherit that.
@@ -110,11 +110,11 @@ class ChildProcess:
         self.child.wait()
 
     def interrupt(self) -> None:
-        """Ask the child to end, and do not wait."""
+        """Send the stop signal, and do not wait."""
         self._signal(self.stop_signal)
 
     def wait_for(self, text: str, *, timeout_s: float, watched: Sequence[Watched] = ()) -> None:
-        """Until the log holds `text`. Raises with the log's end when the child ends before."""
+        """Wait until the log holds `text`; raise `WorkerError` with its end if the child ends."""
         deadline = time.monotonic() + timeout_s
         while text not in self.log.read_text(errors="replace"):
             for each in (self, *watched):
@@ -127,7 +127,7 @@ class ChildProcess:
             time.sleep(POLL_INTERVAL_S)
 
     def exit_code(self, *, watched: Sequence[Watched] = ()) -> int:
-        """How the child has ended, once it has. Raises when one of `watched` ends before."""
+        """Wait for the child's exit code; raise when `check` of one of `watched` does before."""
         while (code := self.child.poll()) is None:
             for other in watched:
                 other.check()
@@ -135,7 +135,7 @@ class ChildProcess:
         return code if code >= 0 else 128 - code  # as shells have it
 
     def check(self) -> None:
-        """Start a child again that was killed; raise `WorkerError` when it has ended otherwise."""
+        """Restart a child that was killed; raise `WorkerError` when it has ended otherwise."""
         if not self.has_ended:
             return
         if self.child.returncode >= 0 or not self.max_restarts:
@@ -143,16 +143,16 @@ class ChildProcess:
         self.max_restarts -= 1
         left = f"{self.max_restarts} times more at most"
         logger.warning("%s; it is started again, %s", self.failure, left)
-        self._signal(signal.SIGKILL)  # whom it has left behind
+        self._signal(signal.SIGKILL)  # its descendants that are still alive
         self.__enter__()
 
     def ends_within(self, timeout_s: float) -> bool:
-        """Whether the child ends so soon."""
+        """Wait at most `timeout_s`; return whether the child has ended."""
         return ended_within(timeout_s, self.child)
 
     @property
     def failure(self) -> str:
-        """One sentence on a child that has failed."""
+        """A sentence that says how the child has failed."""
         return f"{self.name} {self.last_words}"
 
     def _signal(self, number: signal.Signals) -> None:
@@ -165,7 +165,7 @@ class ChildProcess:
 
     @property
     def last_words(self) -> str:
-        """How it has ended, and why, as far as its log says so."""
+        """How the child has ended, and the cause that its log names."""
         code = self.child.poll() or 0
         lines = tail(self.log, num_lines=NUM_LINES_SEARCHED)
         cause = last_error(lines) or ("" if code < 0 else last_said(lines))
@@ -179,7 +179,7 @@ class CommandHost:
     """The actor on another node, which holds the command as its child."""
 
     def __init__(self, process: ChildProcess, files: Mapping[Path, str]) -> None:
-        """`process`: see `RemoteProcess`; `files`: the texts of those that it reads."""
+        """`process`: see `RemoteProcess`; `files`: {path: text} that are written for it here."""
         process.log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         for file, text in files.items():
             file.write_text(text)
@@ -188,7 +188,7 @@ class CommandHost:
         self._process = process.__enter__()
 
     async def last_words(self) -> str:
-        """Once the command has ended by itself and is not started again, or was stopped."""
+        """Wait for the final end of the command, after all restarts; say how it has ended."""
         while True:
             await asyncio.to_thread(self._process.child.wait)
             try:
@@ -197,22 +197,22 @@ class CommandHost:
                 return self._process.last_words
 
     async def stop(self) -> None:
-        """Ask it to end, and return when it has."""
+        """End the command, and return when it has ended."""
         await asyncio.to_thread(self._process.__exit__)
 
 
 @dataclass(eq=False)
 class RemoteProcess:
-    """A child on another node; its log lies there, where the folder is not shared.
+    """A child on another node; its log lies on that node unless the folder is shared.
 
-    `process`: its command is what goes behind Python, its environment what it gets beside that of
-    `ray start` there. It works in this process's folder, and sees the end of its host.
+    `process.command` has Python's arguments, `process.environment` the variables beside those of
+    `ray start` there. The child works in this process's folder, and ends with its host actor.
     """
 
     process: ChildProcess
     _: KW_ONLY
     node_id: str
-    reads: Path  # a file here, beside the log, which it finds there too
+    reads: Path  # a file beside the log, which is copied to that node
 
     def __enter__(self) -> Self:
         from async_grpo.cluster.cluster import Cluster  # imports Ray
@@ -232,7 +232,7 @@ class RemoteProcess:
         self._cluster.end(self._host)
 
     def check(self) -> None:
-        """Raise `WorkerError` when the command has ended, as nobody asked it to."""
+        """Raise `WorkerError` when the command has ended before it was stopped."""
         if self.has_ended:
             raise WorkerError(f"{self.process.name} {self.last_words}")
 
@@ -242,6 +242,6 @@ class RemoteProcess:
 
     @property
     def last_words(self) -> str:
-        """Of a command that has ended; raises `AsyncGrpoError` when its node was lost."""
+        """How the command has ended; raises `AsyncGrpoError` when its node was lost."""
         call, timeout_s = self._last_words, deadlines.ANSWER_S
         return str(self._cluster.wait(call, timeout_s=timeout_s, who=self.process.name))

@@ -36,7 +36,7 @@ RAY_DIGITS = 4  # of a resource's fraction
 
 
 class Workers:
-    """Within, the workers of this dispatcher live; all of them end with the `with` block."""
+    """Starts the workers of this dispatcher, restarts lost ones, and ends all at exit."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Workers:
         *,
         say: Callable[[str], None] = logger.info,
     ) -> None:
-        """`say` gets whatever a person who watches should know."""
+        """`say` is called with sentences for the user who watches the dispatcher."""
         self._kinds = kinds
         self._cluster = cluster
         self._config = config
@@ -58,7 +58,7 @@ class Workers:
         self._complaint: Awaitable[str] | None = None  # a call to the verifier pool
 
     def __enter__(self) -> Self:
-        """Start the workers; the controller is looked for by the first `check`, while they load."""
+        """Start the workers; the first `check` looks for the controller while they load."""
         needed: defaultdict[str, float] = defaultdict(float)
         for kind in self._kinds:
             for what, amount in kind.resources.items():
@@ -92,23 +92,23 @@ class Workers:
                     self._cluster.end(worker.handle)
 
     def check(self) -> None:
-        """Look after everything once; raises what no restart can mend."""
+        """Check every worker and the controller once; raise what no restart can mend."""
         from async_grpo.controller.find import find_or_make_controller
 
         now_s = time.monotonic()
-        if self._controller is None:  # since the last check: had the cluster ended, nobody would
+        if self._controller is None:  # the caller has just seen that the cluster lives
             self._controller = find_or_make_controller(self._cluster)
         standing = self._poll_standing(self._controller, now_s)
         self._tell_of_run(standing)
         if self._controller is None:
-            return  # it is lost: workers are looked after when there is another
+            return  # workers are checked again when another controller is found
         for worker in self._workers:
             worker.check(self._controller, standing.get(worker.worker_id), now_s=now_s)
         if self._config.write_failed_generation_samples:
             self._relay_complaint()
 
     def _poll_standing(self, controller: ControllerHandle, now_s: float) -> Mapping[str, Standing]:
-        """By worker id, as far as the controller has answered since the last time."""
+        """{worker id: standing} if the controller has answered since the last check, else {}."""
         if self._call is None:
             self._call, self._called_at = self._ask_standing(controller), now_s
         if not self._cluster.is_ready(self._call):
@@ -161,7 +161,7 @@ class Workers:
                     logger.warning(text)
 
     def drain(self, *, timeout_s: float) -> None:
-        """Have the workers finish what they do, in time, without giving them new work."""
+        """Give the workers no new work, and wait at most `timeout_s` for their leases to end."""
         deadline = time.monotonic() + timeout_s
         with contextlib.suppress(AsyncGrpoError):  # a controller that is lost has no leases
             for worker in self._workers:
@@ -181,9 +181,9 @@ class Workers:
         return sum(worker.num_leases for worker in standing.values())
 
     def _check_room(self, needed: Mapping[str, float]) -> None:
-        """Raise unless this node can hold the workers: Ray would wait for room without a word.
+        """Raise unless this node can hold the workers: Ray would wait for room silently.
 
-        What others still hold may become free in a moment, what the node does not have never does.
+        What other processes hold may soon become free; what the node lacks never does.
         """
         whole = self._cluster.resources_here()
         for _ in poll(every_s=POLL_INTERVAL_S, within_s=deadlines.ROOM_S):
@@ -203,6 +203,6 @@ class Workers:
         )
 
     def _held(self, what: str) -> str:
-        """Who has the devices of this node: a trainer's ranks hold theirs too."""
+        """Name the actors that hold devices of this node, a trainer's ranks among them."""
         holders = self._cluster.holders_here(what) if what == "GPU" else ""
         return f", held by {holders}" if holders else ""

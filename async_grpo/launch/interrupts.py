@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from async_grpo.util.stopping import StopRequest
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM)
-SAME_REQUEST_S = 2.0  # one Ctrl-C comes twice: from the terminal and through who started the rank
+SAME_REQUEST_S = 2.0  # one Ctrl-C may come twice: from the terminal and from the launcher
 WAKE_AFTER_S = 0.1
 
 
@@ -43,7 +43,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 class RankInterrupts:
-    """Handles the signals of one trainer rank, whatever its main thread does.
+    """Handles SIGINT and SIGTERM of one trainer rank, whatever its main thread does.
 
     The first signal sets `stop` while the run polls it; otherwise it raises `Interrupted` on rank 0
     and exits another rank. After its grace, or at a second deliberate signal, the process exits.
@@ -60,7 +60,7 @@ class RankInterrupts:
         # The C handler writes each signal there, whatever the main thread is doing.
         self._signals, writer = socket.socketpair()
         writer.setblocking(False)
-        self._writer = writer  # open as long as this
+        self._writer = writer  # keeps the socket open as long as this object
         signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
         for number in NUMBERS:
             signal.signal(number, self._on_main_thread)
@@ -108,8 +108,8 @@ class RankInterrupts:
         os._exit(128 + number)  # no flush: the main thread may hold a stream's lock
 
     def _wake_main_thread(self, number: int) -> None:
-        """Send the signal once more: one that came to another thread, or before the main one began
-        to sleep, interrupts no sleep."""
+        """Send the signal to the main thread again: it interrupts no sleep if another thread got
+        it, or if the main thread began to sleep after it."""
         time.sleep(WAKE_AFTER_S)
         if not self.number and (main := threading.main_thread().ident):
             signal.pthread_kill(main, number)
@@ -130,7 +130,7 @@ class RankInterrupts:
 
 
 def where_to_go_on(output_dir: str | Path, *, command: str = "the same command") -> str:
-    """What a user can do whose run has ended early.
+    """Tell the user of a run that has ended early how to resume it.
 
     >>> where_to_go_on("/does/not/exist")
     'no checkpoint was saved yet'
@@ -142,13 +142,13 @@ def where_to_go_on(output_dir: str | Path, *, command: str = "the same command")
 
 
 def interrupt_once() -> None:
-    """Raise `KeyboardInterrupt` at the first signal; later ones do not disturb the clean-up."""
+    """Raise `Interrupted` at the first signal, and ignore later ones during the clean-up."""
     for number in NUMBERS:
         signal.signal(number, _interrupt)
 
 
 def end_with_stdin() -> None:
-    """Have SIGTERM sent to this process when whoever holds its standard input has ended."""
+    """Send SIGTERM to this process when its standard input closes, as its parent has ended."""
 
     def watch() -> None:
         while os.read(sys.stdin.fileno(), 1 << 12):
@@ -159,7 +159,7 @@ def end_with_stdin() -> None:
 
 
 def stdin_option(function: Callable[..., object]) -> Callable[..., object]:
-    """A decorator that gives a click command `--ends-with-stdin`, for who starts it as a child."""
+    """A decorator that gives a click command `--ends-with-stdin`, which its parent passes."""
 
     def watch(_: click.Context, __: click.Parameter, given: bool) -> None:
         if given:
@@ -172,7 +172,7 @@ def stdin_option(function: Callable[..., object]) -> Callable[..., object]:
 
 
 def leave(code: int) -> NoReturn:
-    """End the process now, whatever its threads and Ray's shutdown would still wait for."""
+    """Exit now with `code`, without waiting for threads or for Ray's shutdown."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -32,27 +32,27 @@ from async_grpo.util.ports import free_port
 from async_grpo.verification import namespaces
 
 POLL_INTERVAL_S = 0.05
-LATER_S = 5  # so much later than its launcher sees an end counts what only follows from it
+LATER_S = 5  # added to the time of an error that only follows from another rank's
 
 
 def run_ranks(num_ranks: int) -> int:
-    """Run so many ranks to their end; the exit code that stands for all of them."""
+    """Run `num_ranks` ranks to their end; return one exit code for all of them."""
     with tempfile.TemporaryDirectory(prefix="async-grpo-") as folder:
         return LocalRanks(num_ranks, Path(folder)).run()
 
 
 class LocalRanks:
-    """Processes in the group of this one, so that Ctrl-C reaches them from the terminal too."""
+    """Rank processes in this process's group, so that a terminal sends them Ctrl-C too."""
 
     def __init__(self, num_ranks: int, folder: Path) -> None:
-        """`folder`: for what each rank leaves as the cause of its failure."""
+        """`folder`: takes a file from each rank that fails, with the cause."""
         self._num_ranks = num_ranks
         self._folder = folder
         self._ranks: list[subprocess.Popen[bytes]] = []
         self._asked = 0  # the first signal to this process
 
     def run(self) -> int:
-        """Start the ranks, wait for their end, and print a cause that no rank has printed."""
+        """Start the ranks, wait for their end, and print the cause if no rank has printed it."""
         for number in NUMBERS:
             signal.signal(number, self._pass_on)
         command = [sys.executable, *sys.orig_argv[1:]]
@@ -114,7 +114,7 @@ class LocalRanks:
         self._send(number)
 
     def _unprinted_cause(self, failed: int) -> str:
-        """Why that rank has failed; empty if it printed the cause itself, as rank 0 does."""
+        """Why rank `failed` has failed; empty if it printed the cause itself, as rank 0 does."""
         try:
             cause = str(json.loads(self._cause_of(failed).read_text())["message"]["message"])
         except (OSError, ValueError):
@@ -174,7 +174,7 @@ def rank0_only_errors() -> Iterator[None]:
     except (AsyncGrpoError, click.UsageError) as error:
         is_first = not isinstance(error, RankLostError)
         if is_first and not is_main_rank():
-            # If rank 0 has failed too, this one does not live to tell.
+            # If rank 0 has failed too, the launcher ends this rank during the sleep.
             time.sleep(deadlines.OTHERS_ENDED_S)
         sentence = error.format_message() if isinstance(error, click.UsageError) else str(error)
         _leave_cause(f"error: {sentence}", is_first=is_first)

@@ -74,7 +74,7 @@ class SupervisedWorker:
     def check(
         self, controller: ControllerHandle, standing: Standing | None, *, now_s: float
     ) -> None:
-        """One step. `standing`: how the controller sees the worker; None: it has not said."""
+        """Take one step. `standing`: the controller's view of the worker; None: no answer yet."""
         try:
             if self._state == "pausing":
                 self.start(now_s)
@@ -91,7 +91,7 @@ class SupervisedWorker:
         self._state, self._state_since = state, now_s
 
     def start(self, now_s: float) -> None:
-        """Have a worker begin to load, unless a pause is not over."""
+        """Start a worker, which begins to load, unless the pause before it is not over."""
         if now_s - self._state_since < self._pause_s:
             return
         self.worker_id = f"{self.role}-{uuid.uuid4().hex[:8]}"
@@ -150,14 +150,14 @@ class SupervisedWorker:
     def _register_again(
         self, controller: ControllerHandle, standing: Standing, now_s: float
     ) -> None:
-        """The controller has fenced the worker, or it is a new one and does not know it."""
+        """Register a worker that the controller has fenced, or that a new controller lacks."""
         if standing.excluded:
             raise WorkerError(standing.excluded)
-        self.handle.abort_all.remote()  # whoever asked for it holds no lease any more
+        self.handle.abort_all.remote()  # its leases are gone: no caller waits for these requests
         self._register(controller, now_s)
 
     def _replace(self, reason: str, now_s: float) -> None:
-        """Have another worker started after a pause, or raise why there will be none."""
+        """End the worker and let the next start after a pause; raise when there may be none."""
         self._cluster.end(self.handle)
         words = last_words(self._cluster.logs_folder(), pid=self._pid)
         cause = reason + words.sentence
@@ -189,7 +189,7 @@ class SupervisedWorker:
 
 
 class RestartBudget:
-    """So many restarts in any hour, each after twice the pause of the one before."""
+    """Grants `max_restarts` in any `window_s`, each after twice the pause of the last."""
 
     def __init__(self, max_restarts: int, *, window_s: float = WINDOW_S) -> None:
         self._max_restarts = max_restarts
@@ -202,7 +202,7 @@ class RestartBudget:
         return len(self._restarts)
 
     def next_pause_s(self, now_s: float) -> float | None:
-        """Grant a restart: the seconds to wait before it. None: there were too many.
+        """Grant a restart and return the seconds to wait before it; None: there were too many.
 
         >>> budget = RestartBudget(3, window_s=100)
         >>> [budget.next_pause_s(now_s) for now_s in (0, 1, 50, 60)]
