@@ -1,4 +1,4 @@
-"""Who of a run of one machine gets which device: `launch` asks, before it starts anything."""
+"""Places a run's ranks and workers on devices and nodes, before `launch` starts anything."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ OF_ENGINE, OF_SCORER = 4, 2  # weights of shares: an engine and a trainer hold m
 
 
 def placed(run: LocalRun, inventory: Inventory) -> LocalRun:
-    """The run with a device of this machine for everybody, or a share of one.
+    """The run with a device of this machine, or a share of one, for each rank and worker.
 
-    On another cluster than its own devices are Ray's or the ranks' to find. Raises `ConfigError`
-    when there is no way.
+    A run on another cluster stays as it is. Raises `ConfigError` when the devices do not suffice.
     """
     if run.ray_address:
         return run
@@ -28,7 +27,7 @@ def placed(run: LocalRun, inventory: Inventory) -> LocalRun:
 
 
 def placed_on(run: LocalRun, nodes: Sequence[int]) -> LocalRun:
-    """The same for machines of so many devices, which need not be here."""
+    """The run placed on machines of so many devices each, which need not be here."""
     found = plan_on(nodes, run)
     ranks, *others = found.placed
     with_devices = iter(others)
@@ -50,7 +49,7 @@ def placed_on(run: LocalRun, nodes: Sequence[int]) -> LocalRun:
 def plan_on(nodes: Sequence[int], run: LocalRun) -> Placement:
     """Place a run's ranks and workers on machines of so many devices; `launch` has one.
 
-    Raises `ConfigError` when there is no way.
+    Raises `ConfigError` when the devices do not suffice.
     """
     ranks = Demand(
         "trainer rank", run.num_ranks, share=run.train.memory.gpus_per_rank, weight=OF_ENGINE
@@ -84,7 +83,7 @@ def described(run: LocalRun, devices: str) -> str:
 
 
 def devices_in(text: str) -> tuple[int, ...]:
-    """Of each machine; raises `ConfigError` unless it is numbers with commas between them.
+    """Devices of each machine; raises `ConfigError` unless the text is numbers and commas.
 
     >>> devices_in("8,8")
     (8, 8)
@@ -99,7 +98,7 @@ def devices_in(text: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A machine of the cluster, with what nobody holds there."""
+    """A machine of the cluster, with its free devices and CPUs."""
 
     node_id: str
     host: str
@@ -164,7 +163,7 @@ def _by_node(number: int, seats: Sequence[Seat], nodes: Sequence[Node]) -> Itera
 def _on_cpus(
     run: LocalRun, number: int, nodes: Sequence[Node], cpus: dict[str, float]
 ) -> Iterator[Dispatch]:
-    """`cpus`: what is left of each node, which is taken; who finds none is told so at the first."""
+    """`cpus`: free CPUs by node, which this lowers; workers without room go to the first node."""
     left = run.workers[number].num_workers
     for node in nodes:
         count = min(left, int(cpus[node.node_id]))
@@ -177,7 +176,7 @@ def _on_cpus(
 
 
 def in_words(run: LocalRun, found: Sequence[Dispatch]) -> str:
-    """A sentence for people.
+    """The dispatchers in a sentence.
 
     >>> from types import SimpleNamespace
     >>> run = SimpleNamespace(workers=[SimpleNamespace(role="generation")])

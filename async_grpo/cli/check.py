@@ -76,7 +76,7 @@ def check(
     """
     for name, value in {**QUIET, "TRANSFORMERS_VERBOSITY": "critical"}.items():
         os.environ.setdefault(name, value)
-    with _silent(logging.getLogger("async_grpo")):  # the findings say it
+    with _silent(logging.getLogger("async_grpo")):  # findings report the same
         cost = Cost.SECONDS if beside else EVERYTHING
         findings = findings_of(words, plan_for=plan_for, deep=deep, cost=cost, trusted=trust)
     found = json.dumps([asdict(finding) for finding in findings], indent=1)
@@ -97,7 +97,7 @@ def findings_of(
     cost: Cost = EVERYTHING,
     trusted: bool = False,
 ) -> list[Finding]:
-    """Of a file and train options, as they are typed; the first that is no run is the only one.
+    """Findings of a file and train options, as typed; one alone if they make no run.
 
     `plan_for`: devices of other machines than this one, on which it is to run.
     """
@@ -149,10 +149,10 @@ def _silent(logger: logging.Logger) -> Iterator[None]:
 
 
 def deep_findings(run: LocalRun, facts: Facts) -> Iterator[Finding]:
-    """Of short supervised runs with the sizes of a run, in a folder apart; the last is what fails.
+    """Findings of short supervised runs in a folder of their own; they end at the first error.
 
     They need neither workers nor Ray, and take minutes: the largest minibatch that the run may
-    meet, one batch learnt by heart, and the second half of that again from its checkpoint.
+    meet, one batch trained repeatedly, and the second half of that again from its checkpoint.
     """
     from async_grpo.check.data_read import ids_of  # imports Ray
 
@@ -195,7 +195,7 @@ class Trials:
         return Finding("ok", "deep", passed)
 
     def overfit(self, prompts: Sequence[Sequence[int]]) -> Finding:
-        """The loss of one batch falls when nothing else is trained: prompts, read backwards."""
+        """Train one batch of prompts, each completed by itself reversed: its loss must fall."""
         chosen = islice(cycle(prompts), NUM_PAIRS * self._run.num_ranks)
         pairs = [
             {"input_token_ids": [*ids], "completion_token_ids": [*reversed(ids)]} for ids in chosen
@@ -211,7 +211,7 @@ class Trials:
         return Finding("error", "deep", f"{text}: nothing is learnt, look at --learning-rate")
 
     def resume(self) -> Finding:
-        """The second half again, from its checkpoint, comes to the same weights."""
+        """Train the second half again from its checkpoint: the weights must be the same."""
         saved = self._place / "batch" / "checkpoints" / f"batch_{HALF}"
         failure = self._train("again", None, num_training_batches=NUM_BATCHES, resume=str(saved))
         if failure:
@@ -224,7 +224,7 @@ class Trials:
         return Finding("error", "deep", f"{text} came to other weights: {remedy}")
 
     def _train(self, name: str, pairs: Sequence[object] | None, **options: Any) -> str:
-        """Why a run has failed; empty when it has not."""
+        """Train on these pairs, or None: on those of `overfit`; return why it failed, or ""."""
         data = self._place / f"{name if pairs is not None else 'batch'}.jsonl"
         if pairs is not None:
             data.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
@@ -261,6 +261,6 @@ class Trials:
         return [json.loads(line) for line in lines]
 
     def _weights(self, name: str) -> list[str]:
-        """Of the last export."""
+        """Hashes of the files of the last export."""
         files = sorted((self._place / name / "hf_format").glob("*/*.safetensors"))
         return [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]

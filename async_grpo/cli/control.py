@@ -52,7 +52,7 @@ def main(run: Path, action: str, what: tuple[str, ...], ray_address: str) -> Non
     """
     control = None if action == "show" else _request(action, what)
     options = _options(run)
-    if control is not None:  # what the options refuse is refused before anybody is asked
+    if control is not None:  # refuse bad values before the run is asked
         with_settings(saved_config(options), control.settings)
     from async_grpo.run.output_folder import way_to
     from async_grpo.util import deadlines
@@ -83,7 +83,7 @@ def main(run: Path, action: str, what: tuple[str, ...], ray_address: str) -> Non
 
 
 def _request(action: str, what: tuple[str, ...]) -> Control:
-    """What is asked; raises `ConfigError` for what no run can be asked."""
+    """The request of an action; raises `ConfigError` for wrong arguments."""
     if action == "set" and not what:
         raise ConfigError("set needs what is set, got nothing: learning_rate=1e-6")
     if action in AT_ONCE and len(what) != 1:
@@ -107,7 +107,7 @@ def _user() -> str:
 
 
 def _options(run: Path) -> Table:
-    """Those with which a run was started; raises `ConfigError` where there is none."""
+    """The options of the run in a folder; raises `ConfigError` where there is no run."""
     path = run / PARAMETERS_FILE
     try:
         options: Table = json.loads(path.read_text())
@@ -124,7 +124,7 @@ def _options(run: Path) -> Table:
 
 
 def _tell(status: RunStatus, control: Control | None) -> None:
-    """What was asked, and how the run is."""
+    """Print what was requested, or the state of the run."""
     if control is not None:
         later = f"asked in batch {status.batch}; control.jsonl tells from which batch on it holds"
         click.echo(f"{control}: {'done' if control.action in AT_ONCE else later}")

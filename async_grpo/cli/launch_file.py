@@ -1,8 +1,8 @@
 """`async-grpo launch run.toml`: a whole run on this machine, from its data to its picture.
 
-A Ray head of its own (or the cluster of --ray-address), a dispatcher for each [[worker]] on every
-node that it needs, the ranks of [train], the picture of [plot]; whatever it has started ends with
-it. Without workers, as for supervised fine-tuning, no head is started.
+`launch` starts a Ray head of its own (or joins the cluster of --ray-address), a dispatcher for each
+[[worker]] on every node that it needs, the ranks of [train], and draws the picture of [plot]; all
+that it starts ends with it. Without workers, as for supervised fine-tuning, it starts no head.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ HERE = Node("", "this machine", 0, 0.0)  # where a cluster of the run's own is
 
 
 class LaunchCommand(OptionsCommand):
-    """Tab knows the options of `train` too, which may stand behind FILE."""
+    """Completes the options of `train` too, which may follow FILE."""
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         own, of_train = super().shell_complete(ctx, incomplete), []
@@ -115,7 +115,7 @@ def run_of(file: str, options: Sequence[str]) -> LocalRun:
 
 
 def run_here(run: LocalRun) -> None:
-    """Carry the run out; exits with the trainer's code where that is not 0."""
+    """Run it on this machine; exit with the trainer's code where that is not 0."""
     logging.basicConfig(level="INFO", format="%(message)s")
     interrupt_once()
     output_folder.check_overwrite(run.train.recording, is_typed=run.types_overwrite)
@@ -133,7 +133,7 @@ def run_here(run: LocalRun) -> None:
 
 
 def _carry_out(run: LocalRun, given: LocalRun) -> None:
-    """In a folder that is locked; `given`: the run before its devices were placed."""
+    """Run it in its locked folder; `given`: the run before its devices were placed."""
     started = time.monotonic()
     run.logs.mkdir(exist_ok=True)
     if run.goes_on and run.prepare:
@@ -157,7 +157,7 @@ def _carry_out(run: LocalRun, given: LocalRun) -> None:
 
 @contextlib.contextmanager
 def _file_kept(run: LocalRun) -> Iterator[None]:
-    """Within, the folder holds the file that resumes the run; after a refusal, what it held."""
+    """Write the file that resumes the run; restore the old one if the trainer refuses the run."""
     file, accepted = run.folder / RUN_FILE, run.folder / PARAMETERS_FILE
     before = file.read_bytes() if file.exists() else None
     began_at_ns = time.time_ns()
@@ -191,7 +191,7 @@ def _train(run: LocalRun) -> None:
             )
             stack.enter_context(worker)
             workers.append(worker)
-        # At once: it waits for them itself, and what takes it longest is to import.
+        # Start it without waiting: it waits for workers itself, after seconds of imports.
         trainer = ChildProcess(
             "the trainer",
             [*run_processes.COMMAND, *run.train_words],
@@ -202,7 +202,7 @@ def _train(run: LocalRun) -> None:
         )
         stack.enter_context(trainer)
         code, failure = _outcome(trainer, workers, heads)
-    if code:  # said last, when a trainer that was asked to end has saved what it had
+    if code:  # after a stopped trainer has saved its checkpoint
         click.echo(f"error: {failure}; {how_to_go_on(run)}", err=True)
         sys.exit(code)
 
@@ -210,20 +210,22 @@ def _train(run: LocalRun) -> None:
 def _outcome(
     trainer: ChildProcess, workers: Sequence[Watched], heads: Sequence[ChildProcess]
 ) -> tuple[int, str]:
-    """The run's exit code, and what has ended it where that is not 0."""
+    """The run's exit code, and the error that has ended it where that is not 0."""
     code, failure = EXIT_ERROR, ""
     try:
         code = trainer.exit_code(watched=workers)
         failure = trainer.failure if code else ""
     except WorkerError as error:
         failure = str(error)
-    for ray_head in heads if code else ():  # who loses its cluster may be seen to end before it
+    for ray_head in (
+        heads if code else ()
+    ):  # a process that lost its cluster may end before the head
         failure = ray_head.failure if ray_head.ends_within(deadlines.HEAD_SEEN_S) else failure
     return code, failure
 
 
 def _nodes(run: LocalRun) -> tuple[Node, ...]:
-    """Of the cluster that the run joins: this machine first."""
+    """Nodes of the cluster that the run joins, this machine first."""
     from async_grpo.cluster.cluster import Cluster  # imports Ray
 
     cluster = Cluster.join(run.ray_address, namespace=run.train.places.namespace)
@@ -247,19 +249,19 @@ def _finish(*command: str) -> None:
 
 
 def how_to_go_on(run: LocalRun) -> str:
-    """What its user can do, in half a sentence."""
+    """Half a sentence that tells the user how to resume the run."""
     return where_to_go_on(run.folder, command=relaunch(run))
 
 
 def relaunch(run: LocalRun, *options: str) -> str:
-    """The command that goes on with it, or does with its folder what the options say."""
+    """The command that resumes the run, or launches it again with these options."""
     file = str(run.folder / RUN_FILE)
     words = [file, *options, *trust_words(run, file=file)]
     return f"`async-grpo launch {shlex.join(words)}`"
 
 
 def finished(run: LocalRun) -> str:
-    """Of one of which nothing is left to train."""
+    """The message for a run that has trained all of its batches."""
     number = run.train.batching.num_training_batches
     longer = relaunch(run, "--num-training-batches", str(2 * number))
     return (
@@ -269,7 +271,7 @@ def finished(run: LocalRun) -> str:
 
 
 def conclusion(run: LocalRun, *, seconds: float) -> str:
-    """What a person wants to know, as far as the run has written it."""
+    """The last lines of a run: duration, accuracy, alarms, and its files."""
     folder = run.folder
     lines = ["", f"{seconds / 60:.1f} minutes in all"]
     if told := _held_out(NewRows(folder / EVALUATIONS_FILE).read()):
@@ -310,7 +312,7 @@ def _held_out(rows: Sequence[Table]) -> str:
 
 
 def _sampled(first: Table) -> str:
-    """When the first evaluation's tokens are from: one engine trains on while it evaluates.
+    """When the first evaluation was sampled: an engine may get new weights during it.
 
     >>> _sampled({"weights": "7.0"}), _sampled({"weights": "7.0..7.4"}), _sampled({})
     ('before', 'in the first 4 batches', 'before')
@@ -320,7 +322,7 @@ def _sampled(first: Table) -> str:
 
 
 def _alarms(run: LocalRun) -> Iterator[str]:
-    """How many there were, and those that stand at the end."""
+    """Lines with the number of alarms, and those that still stand at the end."""
     changes = NewRows(run.folder / ALARMS_FILE).read()
     standing = {each["alarm"]: each for each in changes}.values()
     told = [f"  {each['sentence']}" for each in standing if each["event"] == "raised"]

@@ -1,8 +1,8 @@
-"""A run of one machine, made of its file: every value of it, and the commands that it takes.
+"""A run as its file describes it: every value, and the commands that it takes.
 
-`async-grpo launch` carries it out, `launch --dry-run` prints it, `async-grpo check` looks at it.
-`launch --emit` prints it as a script for whoever has a queue: the script brings the resolved file
-with it, which resumes, so that a job that is requeued, or submitted again, goes on with its run.
+`async-grpo launch` runs it, `launch --dry-run` prints it, `async-grpo check` checks it. `launch
+--emit` prints it as a script for a queue: the script holds the resolved file, which resumes, so
+that a job that is requeued, or submitted again, resumes its run.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class LocalRun(Setup):
     """A run of one machine, checked before anything is started."""
 
     num_cpus: int
-    num_devices: int = 0  # that its own head counts
+    num_devices: int = 0  # that its own Ray head counts
     placement: str = ""  # who gets which device, in a sentence
 
     @property
@@ -64,18 +64,18 @@ class LocalRun(Setup):
 
     @property
     def is_finished(self) -> bool:
-        """Whether its folder holds all of its batches, and the model that came of them."""
+        """Whether its folder holds a checkpoint of the last batch, and an exported model."""
         batches, _ = newest_checkpoint(self.folder) or (0, None)
         is_trained = self.goes_on and batches >= self.train.batching.num_training_batches
         return is_trained and any(self.folder.glob("hf_format/samples_*"))
 
     @property
     def resolved_file(self) -> Path:
-        """Where its processes read what they are: all of `tables`, whatever is typed."""
+        """The file with all of `tables`, from which the run's processes read their options."""
         return self.logs / "resolved.toml"
 
     def write_file(self) -> None:
-        """Before any of its processes is started."""
+        """Write `resolved_file`; `launch` does before it starts the processes."""
         self.resolved_file.write_text(as_toml(self.tables))
 
     def worker_words(self, number: int) -> list[str]:
@@ -95,7 +95,7 @@ class LocalRun(Setup):
 
     @property
     def tables(self) -> dict[str, list[Table]]:
-        """Every value, as tables of a file; launched again they are the same run."""
+        """Every value, as tables of a file that launches the same run."""
         prepare = " && ".join(shlex.join(command) for command in self.prepare)
         launch = {"prepare": prepare, "num_cpus": self.num_cpus, "ray_address": self.ray_address}
         return {
@@ -107,14 +107,14 @@ class LocalRun(Setup):
 
 
 def options_of_run(launch_options: Table) -> dict[str, Any]:
-    """Those of `launch` that say what the run is; others say what to do with it."""
+    """The options of `launch` that describe the run; others say what to do with it."""
     return {name: launch_options[name] for name in RUN_OPTIONS}
 
 
 def planned(*, trust: bool = False, starts: bool = True, **options: Any) -> LocalRun:
     """The run of a file, from the options of `launch`; raises what its commands would refuse.
 
-    `starts`: it is to be carried out, so that an algorithm's code may be imported here.
+    `starts`: the run will be started, so that an algorithm's code may be imported here.
     """
     # They import Ray and numpy: not for --help.
     from async_grpo.check.described import users_code_confined
@@ -146,8 +146,8 @@ def read_run(
 ) -> LocalRun:
     """The run of a file, or without one that of the trainer's options alone.
 
-    `given`: options of the trainer, as if they were typed. `of_workers`: switches that each of them
-    gets where they are on.
+    `given`: options of the trainer, as if typed. `of_workers`: switches that every worker gets
+    where they are on.
     """
     permitted = {name: True for name, is_on in of_workers.items() if is_on}
     shared, tables = run_file.read_tables(config) if config else ({}, {})
@@ -179,7 +179,7 @@ def read_run(
 
 
 def _check_cluster(of_trainer: str, *, of_workers: str | None) -> None:
-    """Raise `ConfigError` where the file's workers, if any, would start elsewhere."""
+    """Raise `ConfigError` where workers would start on another cluster than the trainer's."""
     if of_workers is not None and of_trainer not in ("auto", of_workers):
         where = f"on {of_workers}" if of_workers else "on a cluster of their own"
         raise ConfigError(
@@ -222,7 +222,7 @@ def resolved_text(run: LocalRun, *, commands: Sequence[str]) -> str:
 
 
 def resuming(run: LocalRun) -> LocalRun:
-    """The same run as its folder keeps it: launched again it goes on."""
+    """The run as its folder keeps it: launched again, it resumes."""
     resume = "auto" if run.train.recording.resume == "never" else run.train.recording.resume
     train = run.train.but(overwrite=False, resume=resume)
     return replace(run, train=train)
@@ -253,7 +253,7 @@ def ray_job(run: LocalRun) -> str:
     here = 'cd $(printf %q "$PWD")'
     launch = f"async-grpo launch {_file(run)} --ray-address auto"
     command = f'ray job submit --address {address} -- bash -c "{here} && exec {launch}"'
-    run = replace(run, ray_address="auto")  # so `launch` will write the same file
+    run = replace(run, ray_address="auto")  # `launch` writes the same file then
     return f"#!/usr/bin/env bash\n{_body(run, command)}"
 
 
@@ -261,7 +261,7 @@ EMITTED: dict[str, Callable[[LocalRun], str]] = {"slurm": slurm, "ray-job": ray_
 
 
 def num_devices(run: LocalRun) -> int:
-    """That ranks and workers take, where there are any."""
+    """The devices that ranks and workers take on a machine that has devices."""
     shares = [each.num_workers * each.num_devices * each.gpus_per_worker for each in run.workers]
     return math.ceil(sum(shares) + run.num_ranks * run.train.memory.gpus_per_rank)
 
@@ -271,7 +271,7 @@ def _file(run: LocalRun) -> str:
 
 
 def _body(run: LocalRun, command: str) -> str:
-    """Write the run's file, keep an older one that says otherwise, and go on with it."""
+    """Shell lines that write the run's file, keep one that differs, and run `command`."""
     file, folder = _file(run), shlex.quote(str(run.folder))
     return (
         "# Submit it in the folder that the paths of the run are relative to, which all machines\n"

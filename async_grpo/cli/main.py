@@ -40,7 +40,7 @@ PROGRAM, VARIABLE = "async-grpo", "_ASYNC_GRPO_COMPLETE"  # as click derives it 
 
 
 class Commands(click.Group):
-    """Shows its commands under headings, those that are under none at the end."""
+    """Shows its commands under headings, and the others at the end."""
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         left = list(self.list_commands(ctx))
@@ -99,10 +99,10 @@ def quickstart(
 
 
 def _is_own(run: LocalRun) -> bool:
-    """Whether a quick start has made the run's folder: its options differ in nothing else."""
+    """Whether a quick start made the run's folder: only its own options may differ."""
     from async_grpo.checkpoint.resume import INCIDENTAL, differing_options  # not for --help
 
-    if not (run.folder / PARAMETERS_FILE).exists():  # it ended before it was one
+    if not (run.folder / PARAMETERS_FILE).exists():  # it ended before the trainer wrote that file
         return run.logs.is_dir()
     own = ("num_training_batches", "infinite_sampler_seed", "max_staleness")
     return not differing_options(resolved(run.train), run.folder, (*INCIDENTAL, *own))
@@ -132,7 +132,7 @@ def example(*, name: str) -> None:
 
 
 def examples() -> Iterator[tuple[str, Path]]:
-    """(name, file) of each that came with the package."""
+    """(name, file) of each example that came with the package."""
     folder = shared_folder() / "examples"
     for file in sorted(folder.rglob("*.toml")):
         if file.name != "pyproject.toml":
@@ -140,7 +140,7 @@ def examples() -> Iterator[tuple[str, Path]]:
 
 
 def _title(file: Path) -> str:
-    """The first sentence of its comment."""
+    """The first sentence of the comment at the file's top."""
     lines = itertools.takewhile(lambda line: line.startswith("# "), file.read_text().splitlines())
     sentence, *_ = re.split(r"(?<=\.)\s|\s{2,}", " ".join(line[2:] for line in lines), maxsplit=1)
     return sentence
@@ -151,7 +151,7 @@ class Place:
     """Where a shell looks for a program's completion, below the home folder."""
 
     file: str
-    remark: str = ""  # what else it needs, to be told
+    remark: str = ""  # printed after the installation: what else it needs
 
 
 PLACES = {

@@ -20,7 +20,7 @@ from async_grpo.config.option import (
     option_types,
 )
 
-NOT_BUILT = ("tensor", "pipeline", "context")  # of the ways to divide a model among ranks
+NOT_BUILT = ("tensor", "pipeline", "context")  # ways to divide a model among ranks
 
 Function = Callable[..., object]  # which click makes a command of
 CONTEXT = {
@@ -108,7 +108,7 @@ def options_of(config_class: type[Any]) -> Callable[[Function], Function]:
 
 
 def given_options(context: click.Context) -> dict[str, object]:
-    """Those of a command's options that its user typed, or wrote into the file of the run."""
+    """The options of a command that the user typed, or wrote into the run's file."""
     return {
         name: value
         for name, value in context.params.items()
@@ -117,7 +117,7 @@ def given_options(context: click.Context) -> dict[str, object]:
 
 
 def is_typed(context: click.Context, name: str) -> bool:
-    """Whether an option stands on the command line, not in a file alone."""
+    """Whether the user typed an option on the command line."""
     return context.get_parameter_source(name) is ParameterSource.COMMANDLINE
 
 
@@ -151,7 +151,7 @@ def _click_option(
 
 
 class _OrNone(click.ParamType):
-    """Another type whose value is `off` where None is typed."""
+    """A click type that returns `off` for the text None, and else what another type does."""
 
     def __init__(self, parsed_as: click.ParamType, off: object) -> None:
         self.name = parsed_as.name
@@ -168,14 +168,14 @@ class _OrNone(click.ParamType):
 
 
 class _Choice(click.ParamType):
-    """Like `click.Choice`, in any case, without its normalisation of underscores in values."""
+    """A case-insensitive `click.Choice` that does not normalise underscores in values."""
 
     name = "choice"
 
     def __init__(self, choices: tuple[str, ...], once: Mapping[str, str]) -> None:
-        """`once`: other words for some of them, in lower case.
+        """`once`: {another word, in lower case: choice}.
 
-        A choice with a colon stands for any: what has one names a class of the user's.
+        If a choice has a colon, any text with a colon is taken: it names a user's class.
         """
         self.choices = choices
         self._once = once
@@ -201,9 +201,9 @@ class _Choice(click.ParamType):
 
 
 def predecessor_options(function: Function) -> Function:
-    """A decorator that gives a click command options of other trainers that have no part here.
+    """A decorator that gives a click command options of the predecessor that do nothing here.
 
-    Harmless ones are taken, others are refused. All are hidden: a new command line needs none.
+    Values without effect are accepted, others refused. All of them are hidden from --help.
     """
     refused = (
         ("--experience-batcher-name", str, None),  # it told runs apart, as --namespace does

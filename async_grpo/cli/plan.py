@@ -116,7 +116,7 @@ def plan_of(
 
 
 def asked_of(run: LocalRun, fleet: Fleet, *, shape_of: str = "") -> Asked:
-    """A run with the sizes of its models."""
+    """A run with the sizes of its models, for the planner."""
     from async_grpo.planning.asked import Asked
 
     host_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -140,7 +140,7 @@ def asked_of(run: LocalRun, fleet: Fleet, *, shape_of: str = "") -> Asked:
 
 
 def read_shape(model: str, *, instead: str = "") -> ModelShape:
-    """Of a folder, a model in the hub's cache, or a published name; `instead` where it is none.
+    """The sizes of a model: a folder, one in the hub's cache, or a published name; or `instead`.
 
     Weights are not read, and no network is asked. Raises `UnfitModel` for what is not known.
     """
@@ -172,7 +172,7 @@ def read_positions(model: str) -> int:
 
 
 def _folder(model: str) -> Path | None:
-    """That holds the model's config; None: there is none."""
+    """The folder that holds the model's config; None: there is none."""
     if (Path(model) / CONFIG).is_file():
         return Path(model)
     if Path(model).exists() or model.count("/") != 1 or model.startswith((".", "/")):
@@ -184,7 +184,7 @@ def _folder(model: str) -> Path | None:
 
 
 def _placed(run: LocalRun, fleet: Fleet) -> LocalRun:
-    """With whole devices for all; where they are too few, with shares as `launch` gives them."""
+    """The run with whole devices; where they are too few, with shares as `launch` gives them."""
     if fleet.num_devices < 1 + sum(each.num_devices for each in run.workers):
         return placed_on(run, fleet.nodes)
     workers = tuple(replace(each, gpus_per_worker=1.0) for each in run.workers)
@@ -193,7 +193,7 @@ def _placed(run: LocalRun, fleet: Fleet) -> LocalRun:
 
 
 def _prompt_of_data(run: LocalRun) -> int:
-    """Mean tokens of its questions; 0 where they or the model's tokenizer are not here."""
+    """Mean tokens of the run's prompts; 0 where its data or tokenizer is not here."""
     from async_grpo.check.data_read import read_data
     from async_grpo.check.facts import read_model
     from async_grpo.check.finding import tried
@@ -209,7 +209,7 @@ def _prompt_of_data(run: LocalRun) -> int:
 
 
 def _fleet(text: str) -> Fleet:
-    """What was typed, or this machine's devices, or its cores."""
+    """The devices of --devices, or this machine's devices, or its cores."""
     from async_grpo.devices.inventory import read_inventory
     from async_grpo.planning.asked import CPU, KINDS, Fleet, fleet_of
 
@@ -230,7 +230,7 @@ def _fleet(text: str) -> Fleet:
 
 
 def _tables(file: str) -> dict[str, object]:
-    """Of --rates."""
+    """The tables of the file of --rates."""
     if not file:
         return {}
     try:
@@ -240,7 +240,7 @@ def _tables(file: str) -> dict[str, object]:
 
 
 def _earlier(folder: str, asked: Asked, shape_of: str) -> EarlierRun:
-    """A run that `launch` has made, of the same model."""
+    """An earlier run by `launch`; raises `UnfitModel` if its model has other sizes."""
     from async_grpo.planning.known import EarlierRun, read_lengths, read_rows
 
     file = Path(folder) / RUN_FILE

@@ -48,7 +48,7 @@ from async_grpo.util.errors import ConfigError
 if TYPE_CHECKING:
     from async_grpo.cli.local_run import LocalRun
 
-OF_TRL = {  # its name: ours, which is not near
+OF_TRL = {  # TRL's name of an option: ours, which is spelled differently
     "num_generations": "samples_per_question", "generation_batch_size": "batch_size",
     "per_device_train_batch_size": "max_tokens_per_gpu", "max_steps": "num_training_batches",
     "steps_per_generation": "train_minibatch_size", "loss_type": "aggregation",
@@ -70,15 +70,15 @@ PACKAGE = Path(__file__).parents[1]
 PATH = re.compile(r"(?<![\w./-])(?:examples|sample-data)(?:/[\w.-]+)+")
 COMMANDS = ("prepare", "environment")  # keys whose values are words of a shell
 TRUST = "--trust"
-REGISTRY = "reward_registry"  # which is the package's
-OPENENV = "openenv:"  # names an address: nothing of it runs here
+REGISTRY = "reward_registry"  # the package's own
+OPENENV = "openenv:"  # an address, whose code does not run here
 trust_option = click.option(
     TRUST, is_flag=True, help="run the code that FILE names, wherever it lies, and unconfined"
 )
 
 
 def read_tables(file: str) -> tuple[Table, dict[str, list[Table]]]:
-    """[cluster], and {name of another table: those in the file, each with [cluster] below it}."""
+    """[cluster], and {name of another table: its tables, each with the keys of [cluster] too}."""
     try:
         content = with_shared(tomllib.loads(Path(here_or_shared(file)).read_text()))
     except (OSError, UnicodeDecodeError) as error:
@@ -119,7 +119,7 @@ def read_tables(file: str) -> tuple[Table, dict[str, list[Table]]]:
 
 
 def _with_typed_columns(table: Table) -> Table:
-    """`columns = {level = "int"}` as it is typed; other tables as they are."""
+    """Write `columns = {level = "int"}` as it is typed, `level=int`; keep other tables."""
     types = table.get("columns")
     if not isinstance(types, dict):
         return table
@@ -129,7 +129,7 @@ def _with_typed_columns(table: Table) -> Table:
 def table_of(
     file: str, *, command: click.Command, mode: object, number: str | None
 ) -> dict[str, object]:
-    """{parameter of `command`: value} of its own table.
+    """{parameter of `command`: value} of the command's table.
 
     Its `number`, or else `mode`, chooses among [[worker]] tables.
     """
@@ -158,7 +158,7 @@ def values_of(table: Table, *, command: click.Command, where: str) -> dict[str, 
         parameter = known.get(key.replace("-", "_"))
         if parameter is not None:
             values[str(parameter.name)] = _checked(parameter, value, where=f"{where} {key}")
-        elif key not in SHARED_OPTIONS:  # which not every command has
+        elif key not in SHARED_OPTIONS:  # not every command has these
             rule = f"is no option of `async-grpo {command.name}`"
             raise _unknown(f"{where} {key}", rule, key, known)
     return values
@@ -175,7 +175,7 @@ def config_option(function: Callable[..., object]) -> Callable[..., object]:
 
 
 def _keys(parameter: click.Parameter) -> Iterable[str]:
-    """What a file may call it: its names on the command line, with underscores."""
+    """Keys of a parameter in a file: its long names, with underscores."""
     long = [name for name in parameter.opts if name.startswith("--")]
     return [name.removeprefix("--").replace("-", "_") for name in long] or [str(parameter.name)]
 
@@ -217,7 +217,7 @@ def _unknown(what: str, rule: str, name: str, known: Iterable[str]) -> click.Usa
 
 
 def as_toml(tables: Mapping[str, Sequence[Table]]) -> str:
-    """Tables as a run's file.
+    """The text of a run's file with these tables.
 
     >>> print(as_toml({"train": [{"data_path": "a", "deterministic": True, "adam_epsilon": 1e-8}]}))
     [train]
@@ -236,7 +236,7 @@ def as_toml(tables: Mapping[str, Sequence[Table]]) -> str:
 
 
 def values_in(config: Any) -> dict[str, object]:
-    """{option: value as a file has it} of options of the trainer, or of a dispatcher."""
+    """{option: value as a run's file has it} of the trainer's or a worker's options."""
     values = config.options()
     for name, each in option_fields(type(config)).items():
         if several := each.metadata["several"]:
@@ -259,7 +259,7 @@ def shared_folder() -> Path:
 
 
 def here_or_shared(path: str) -> str:
-    """The path as it is, unless it is only there with the package.
+    """The path as it is, or in the package if it exists only there.
 
     >>> here_or_shared("runs/mine.toml"), Path(here_or_shared("examples/quickstart.toml")).is_file()
     ('runs/mine.toml', True)
@@ -270,7 +270,7 @@ def here_or_shared(path: str) -> str:
 
 
 def with_shared(value: object, *, key: str = "") -> Any:
-    """The content of a run's file, or a part of it, with every such path in its texts.
+    """The content of a run's file, or a part, with `here_or_shared` applied to paths in it.
 
     >>> with_shared({"train": {"batch_size": 4, "data": ["a=sample-data/none.jsonl"]}})
     {'train': {'batch_size': 4, 'data': ['a=sample-data/none.jsonl']}}
@@ -293,7 +293,7 @@ def is_near(file: str) -> bool:
 
 
 def check_origin(run: LocalRun, *, file: str, typed: Sequence[str], trusted: bool) -> None:
-    """Raise `ConfigError` for code that a file from elsewhere names, and that nobody `typed`."""
+    """Raise `ConfigError` for code that a file from elsewhere names and the user has not typed."""
     if trusted or not file or is_near(file):
         return
     for option, named in _code_of(run):
@@ -306,12 +306,12 @@ def check_origin(run: LocalRun, *, file: str, typed: Sequence[str], trusted: boo
 
 
 def trust_words(run: LocalRun, *, file: str) -> tuple[str, ...]:
-    """What must be typed behind a file that this machine has written of a run."""
+    """The words, --trust or none, that must follow a run's written file when it is launched."""
     return () if is_near(file) or not _code_of(run) else (TRUST,)
 
 
 def _code_of(run: LocalRun) -> list[tuple[str, str]]:
-    """(option, value) of each that runs something, or is sent a secret."""
+    """(option, value) of each option that runs code, or is sent a secret."""
     prepare = () if run.goes_on else run.prepare
     found = [("prepare", shlex.join(command)) for command in prepare]
     named = [("environment", name) for name in sorted(run.train.environments)]

@@ -34,7 +34,7 @@ Say = Callable[[str], object]
 def cluster_of(
     run: LocalRun, *, watched: Sequence[Watched] = ()
 ) -> Iterator[tuple[dict[str, str], list[ChildProcess]]]:
-    """The environment that leads to the run's cluster; its head, if it is its own, to the end."""
+    """Start the run's Ray head, if it needs one; yield the variables to join it, and [head]."""
     common = {"OMP_NUM_THREADS": "1"} | os.environ | {"PYTHONUNBUFFERED": "1"}
     if not run.starts_head:
         yield common | ({"RAY_ADDRESS": run.ray_address} if run.ray_address else {}), []
@@ -56,7 +56,7 @@ def cluster_of(
             *("--num-cpus", str(run.num_cpus), "--num-gpus", str(run.num_devices)),
             *("--ray-client-server-port", str(free_port())),
             *("--include-dashboard=false", "--disable-usage-stats"),
-            "--include-log-monitor=false",  # nobody listens, and it takes 3 % of a core
+            "--include-log-monitor=false",  # it has no reader, and takes 3 % of a core
         ]
         logger.info("starting Ray ...")
         ray_head = ChildProcess(
@@ -77,7 +77,7 @@ def cluster_of(
 
 
 def _keep_logs(session: Path, target: Path) -> None:
-    """Ray's folder is deleted with the run; what its workers said may be needed."""
+    """Copy the logs of Ray's processes, whose folder is deleted with the run."""
     shutil.rmtree(target, ignore_errors=True)
     with contextlib.suppress(OSError, shutil.Error):
         shutil.copytree(session / "session_latest" / "logs", target, ignore_dangling_symlinks=True)
@@ -86,7 +86,7 @@ def _keep_logs(session: Path, target: Path) -> None:
 def dispatcher_of(
     run: LocalRun, number: int, environment: Mapping[str, str], *, name: str
 ) -> ChildProcess:
-    """One of the run's dispatchers, to be started."""
+    """The process of one of the run's dispatchers; entering it starts it."""
     return ChildProcess(
         f"the {name} worker",
         [*COMMAND, *run.worker_words(number)],
@@ -97,7 +97,7 @@ def dispatcher_of(
 
 
 def remote_dispatcher_of(run: LocalRun, number: int, *, name: str, node: Node) -> RemoteProcess:
-    """The same on another node, which need not see the run's folder."""
+    """The process of a dispatcher on another node, which need not see the run's folder."""
     process = ChildProcess(
         f"the {name} worker on {node.host}",
         [*COMMAND[1:], *run.worker_words(number), "--ends-with-stdin"],
@@ -109,16 +109,16 @@ def remote_dispatcher_of(run: LocalRun, number: int, *, name: str, node: Node) -
 
 
 def name_of(run: LocalRun, number: int) -> str:
-    """What the workers of a table are called, in the names of logs too."""
+    """The name of the workers of a table, in messages and names of logs."""
     modes = [config.kind for config in run.workers]
     mode = modes[number]
     return mode if modes.count(mode) == 1 else f"{mode}_{number}"
 
 
 def refuse_broken(run: LocalRun, *, say: Say, is_prepared: bool = False) -> None:
-    """Raise `ConfigError` for what is wrong with a run, as far as that is seen without a process.
+    """Raise `ConfigError` for the errors that checks of `Cost.AT_ONCE` find, and say warnings.
 
-    `is_prepared`: what its `prepare` makes is there, and warnings were said before.
+    `is_prepared`: `prepare` has run, and the warnings were said before it.
     """
     from async_grpo.check.checks import check_all
     from async_grpo.check.facts import gather
@@ -140,11 +140,11 @@ def _tell(findings: Sequence[Finding], *, say: Say) -> None:
 
 
 class CheckBeside(ChildProcess):
-    """`async-grpo check` of all that takes seconds, in a process while the run starts.
+    """Runs the checks of `Cost.SECONDS` in a process while the run starts.
 
     consumes:     the run, as a file
     produces:     warnings, or the error that ends the start
-    waits for:    nothing: whoever waits for a part of the run looks here too
+    waits for:    nothing: those who wait for another process call `check` too
     unblocked by: the end of its process
     """
 
@@ -158,12 +158,12 @@ class CheckBeside(ChildProcess):
         super().__init__("the check", words, log=run.logs / "check.log", environment=environment)
 
     def check(self) -> None:
-        """Say what it has found, once it has ended; raises `ConfigError` for what is wrong."""
+        """After its end, say its warnings and raise `ConfigError` with its errors, once."""
         if self.is_told or not self.has_ended:
             return
         self.is_told = True
         self._file.unlink()
-        if self._found.exists():  # or it has failed: its log tells
+        if self._found.exists():  # else it has failed: its log says why
             found = [Finding(**each) for each in json.loads(self._found.read_text())]
             self._found.unlink()
             _tell(found, say=self._say)

@@ -46,7 +46,7 @@ QUIET = {
 
 
 class RankCommand(options.OptionsCommand):
-    """A command whose usage errors reach the screen once, however many ranks make them."""
+    """A command whose usage errors only rank 0 prints."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         with rank0_only_errors():
@@ -123,7 +123,7 @@ def algorithm_of(config: TrainConfig) -> Algorithm:
 
 
 def check_at_once(config: TrainConfig) -> None:
-    """Paths, trackers and the cluster's address; what is in the files is checked when they load."""
+    """Check paths, trackers and the cluster's address; the files' contents are checked at load."""
     check_output(config.recording)
     check_trackers(config.recording.trackers)
     model = Path(config.places.model_name_or_path)
@@ -137,7 +137,7 @@ def check_at_once(config: TrainConfig) -> None:
 
 
 def resolved(config: TrainConfig) -> TrainConfig:
-    """The same run with the model as a folder, and a dump that is no bare name as a whole path."""
+    """The options with the model's folder, and an absolute path of a dump outside the output."""
     folder = local_folder(config.places.model_name_or_path, revision=config.places.model_revision)
     dump = config.recording.dump_samples_filename
     return config.but(
@@ -188,7 +188,7 @@ def joined_ranks(config: TrainConfig, *, asks_ray: bool, timeout_s: float) -> It
 
 
 def _check_started(num_ranks: int) -> None:
-    """`num_ranks` was asked of a process that is a rank itself."""
+    """Raise `ConfigError` where torchrun started another number of ranks than was typed."""
     num_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     rule = f"must be left to torchrun, which has started {num_here}"
     require(num_ranks in (1, num_here), "nproc_per_node", rule, num_ranks, "leave it out")
@@ -203,7 +203,7 @@ def _train(config: TrainConfig, ranks: Ranks, *, stop: Event | None) -> None:
         from_pairs = algorithm_of(config).learns_from_pairs
         (train_sft if from_pairs else train_grpo)(config, ranks, stop=stop)
     if stop and stop.is_set():
-        ranks.agree(0)  # the others are ended as soon as one has left
+        ranks.agree(0)  # wait for all: the launcher ends the others when one exits
     ranks.stop()
 
 

@@ -1,7 +1,7 @@
 """What is done with a model that is there: `evaluate`, `generate` and `serve`.
 
-What it gets right of a file of questions, and how sure that is; its own outputs as training pairs;
-the model behind OpenAI's protocol.
+`evaluate` measures its accuracy on a file of questions, `generate` writes its outputs as training
+pairs, `serve` answers OpenAI's protocol.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from async_grpo.model.model_folder import check_files, check_tokenizer_files
 from async_grpo.util.waiting import in_background
 
 POLL_INTERVAL_S = 0.2
-OF_RUNS = ("set", "batch", "weights")  # what only lines of a run have
+OF_RUNS = ("set", "batch", "weights")  # keys that only rows of a run have
 
 
 @click.command("evaluate", cls=OptionsCommand, context_settings=CONTEXT)
@@ -71,7 +71,7 @@ def evaluate(model: str, data: str, **options: Any) -> None:
 
 
 def _measured(config: EvaluateConfig, *, model: str, data: str) -> dict[str, object]:
-    """What a line of a run says of the set; the logs stay where something fails."""
+    """The row that a run writes of an evaluation; the folder with logs stays after a failure."""
     folder = tempfile.mkdtemp(prefix="evaluate-")
     run = LocalRun(
         prepare=(),
@@ -97,7 +97,7 @@ def _measured(config: EvaluateConfig, *, model: str, data: str) -> dict[str, obj
 
 
 def _workers(config: EvaluateConfig, model: str) -> tuple[WorkerConfig, ...]:
-    """Who samples and grades."""
+    """The workers that sample and grade."""
     engines = WorkerConfig(mode=GENERATION, model_path=model, **worker_options(config))
     is_played = config.environment not in SHIPPED
     players = WorkerConfig(mode=ENVIRONMENT, unconfined_code=config.unconfined_code)
@@ -105,7 +105,7 @@ def _workers(config: EvaluateConfig, model: str) -> tuple[WorkerConfig, ...]:
 
 
 def _run(config: EvaluateConfig, model: str, data: str, *, folder: str) -> TrainConfig:
-    """A run of one batch, which is over but for its last evaluation."""
+    """Options of a run of one batch, of which only the last evaluation is done."""
     return TrainConfig(
         model_name_or_path=model,
         data_path=data,  # nothing of it is trained
@@ -175,7 +175,7 @@ def generate(**options: Any) -> None:
 
 
 def _check_at_once(config: GenerateConfig) -> None:
-    """What can be seen before torch is imported."""
+    """Check the model's folder, the data and the output's place, before torch is imported."""
     _check_model(config.model_path)
     mapping = parse_column_mapping(config.column_mapping)
     check_source(
@@ -211,7 +211,7 @@ def serve(model: str, **options: Any) -> None:
 
 
 def _begin(*, logging_level: str) -> None:
-    """What each of the commands does first."""
+    """Set variables, logging and signals; each of the commands does it first."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     logging.basicConfig(level="WARNING", format="%(levelname)s %(message)s")
@@ -220,6 +220,6 @@ def _begin(*, logging_level: str) -> None:
 
 
 def _check_model(folder: str) -> None:
-    """Raise `ModelError` for what its files show at once."""
+    """Raise `UnfitModel` for files that are missing or cut off."""
     check_files(Path(folder))
     check_tokenizer_files(Path(folder))

@@ -38,7 +38,7 @@ MAX_SAMPLES, MAX_MIB = 100_000, 512.0
 
 
 class PlotGroup(click.Group):
-    """Takes what names no command for the arguments of `plot`: `async-grpo plot runs/a`."""
+    """Passes arguments to `plot` if the first names no command: `async-grpo plot runs/a`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if args and args[0] not in self.commands and args[0] not in ctx.help_option_names:
@@ -198,7 +198,7 @@ def make_page(
     max_mib: float = MAX_MIB,
     tokenizer: str = "",
 ) -> Written:
-    """The command, with its defaults; raises `ConfigError` where `path` cannot be written."""
+    """Write the page of `rollouts`; raises `ConfigError` where `path` cannot be written."""
     from async_grpo.viewing.page.build import write_page  # with numpy
 
     def find(model: str) -> object:
@@ -212,8 +212,8 @@ def make_page(
 
 
 def _tokenizer(named: str, *, model: str, run: Path) -> object:
-    """Hugging Face's: what the user named, or the run's model, or an export of the run; or None."""
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a page is made of what is here
+    """The tokenizer that the user named, or of the run's model or an export, or None."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is downloaded for a page
     from async_grpo.environments.chat.find import find_tokenizer  # seconds
 
     exports = sorted((run / "hf_format").glob("samples_*"), reverse=True)
@@ -254,7 +254,7 @@ def replay(run: Path, batch: int | None) -> None:
     e.g. async-grpo replay runs/mine --batch 12
     """
     for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
-        os.environ.setdefault(name, "1")  # what is here is what was trained
+        os.environ.setdefault(name, "1")  # a replay downloads nothing
     with without_collection():
         from async_grpo.run.replaying import read_record  # seconds, as all needing torch
 

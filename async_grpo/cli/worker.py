@@ -1,7 +1,7 @@
-"""`worker_dispatcher.py`: starts workers on this node, keeps them, and takes them down with it.
+"""`worker_dispatcher.py`: starts workers on this node, restarts lost ones, and ends them.
 
 A dispatcher of generation workers brings a verifier pool too. The first dispatcher, or trainer,
-makes the controller, which outlives it as long as somebody uses it.
+makes the controller, which outlives it as long as another process uses it.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ def main(**options: Any) -> None:
     interrupts.interrupt_once()
     try:
         serve(config)
-    except KeyboardInterrupt:  # how a dispatcher is meant to end
+    except KeyboardInterrupt:  # the usual end of a dispatcher
         click.echo("stopped")
 
 
 def serve(config: WorkerConfig) -> None:
-    """Serve until the cluster ends, and this process with it; raises what went wrong before."""
+    """Serve until the cluster ends, then exit this process; raise an error that comes before."""
     check_services([config])
     if config.model_path and not config.judge_url:
         folder = local_folder(config.model_path, revision=config.model_revision)
@@ -71,12 +71,12 @@ def serve(config: WorkerConfig) -> None:
 
 
 def serve_on(cluster: Cluster, config: WorkerConfig) -> None:
-    """Serve until it ends; raises what went wrong before, unless its end explains it."""
+    """Serve until the cluster ends; raise an error unless the cluster's end explains it."""
     places = cluster.endpoints()
     try:
         _serve_on_cluster(config, cluster, places)
     except (ConfigError, DataError, UnfitModel):
-        raise  # that no end of a cluster explains
+        raise  # the end of a cluster causes none of these
     except AsyncGrpoError:
         if not _ends_soon(cluster, places):
             raise
@@ -84,9 +84,9 @@ def serve_on(cluster: Cluster, config: WorkerConfig) -> None:
 
 
 def _check_model(config: WorkerConfig) -> None:
-    """What the folder's files show at once; a model that cannot be trained is the trainer's to say.
+    """Check the folder's files; whether the model can be trained is checked by the trainer.
 
-    Reading it as a whole would take this process the seconds in which its workers import the same.
+    Reading the whole model would take seconds that the workers spend on the same imports.
     """
     folder = Path(config.model_path)
     check_files(folder)
@@ -110,12 +110,12 @@ def _serve_on_cluster(config: WorkerConfig, cluster: Cluster, places: Places) ->
                 workers.check()
                 time.sleep(WATCH_INTERVAL_S)
         except KeyboardInterrupt:
-            interrupts.interrupt_once()  # another one breaks this off
+            interrupts.interrupt_once()  # a second signal ends the drain
             workers.drain(timeout_s=config.drain_timeout_s)
             raise
 
 
 def _ends_soon(cluster: Cluster, places: Places) -> bool:
-    """Whether an error came from the cluster's end: it loses its workers before its head."""
+    """Whether the cluster ends within seconds: it loses its workers before its head."""
     looks = poll(every_s=WATCH_INTERVAL_S, within_s=deadlines.HEAD_ENDED_S)
     return any(cluster.has_ended(places) for _ in looks)
