@@ -31,8 +31,8 @@ from async_grpo.environments.causes import Cause, ModelError
 from async_grpo.environments.chat.find import find_tokenizer
 from async_grpo.environments.episode import NoRoom
 from async_grpo.gateway.app import LOOPBACK, Server, in_background, make_app
-from async_grpo.gateway.sampler import Ask, Refused
-from async_grpo.gateway.session import TOO_LONG, Limits, Session, Sessions
+from async_grpo.gateway.session import TOO_LONG, Limits, Session, Sessions, TurnRequest
+from async_grpo.gateway.wire import Refused
 from async_grpo.types import Episode, Question, Turn
 from async_grpo.util.deadlines import AGENT_SAID_S
 
@@ -122,7 +122,7 @@ class EpisodeSampler:
         self._turns_left = max_turns
         self._ends_full = ends_full
 
-    async def sample(self, ask: Ask) -> AsyncIterator[Turn]:
+    async def sample(self, ask: TurnRequest) -> AsyncIterator[Turn]:
         """See `Sampler`; a policy that cannot answer ends the episode."""
         try:
             self._turns_left -= 1

@@ -1,6 +1,6 @@
-"""From a request to what is sampled for it, and how its turns are read.
+"""Plans the turns that are sampled for a request, and how they are read.
 
-Engines know token ids only, so that stop strings are looked for here.
+Engines know token ids only, so this file looks for stop strings.
 """
 
 from __future__ import annotations
@@ -9,38 +9,31 @@ import asyncio
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import jsonschema
 
 from async_grpo.environments.chat.messages import Reply, ToolSpec
 from async_grpo.gateway import wire
-from async_grpo.gateway.sampler import Ask, Refused
-from async_grpo.gateway.session import Session
-from async_grpo.gateway.wire import ChatRequest, CompletionRequest, Decode, SamplingRequest
+from async_grpo.gateway.session import Session, TurnRequest
 from async_grpo.types import Turn
 from async_grpo.util.errors import AsyncGrpoError
 
-MAX_ANSWERS = 256  # of one request: its prompts x n
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """One choice: how it is sampled, and read."""
-
-    ask: Ask
-    hear: Callable[[Turn], Reply]
+MAX_ANSWERS = 256  # to one request: its prompts x n
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerPlan:
-    """What one request asks for."""
+    """The turns that are sampled for one request, and how they are read."""
 
     heading: wire.Heading
-    wanted: tuple[Wanted, ...]  # by the index of their choice
+    turns: Sequence[TurnRequest]  # by the index of their choice
+    read: Callable[[Turn], Reply]
     num_prompt: int  # tokens
-    logprobs: Callable[[Turn], dict[str, object]] | None
-    # The content of a turn that has not ended; None: it cannot be told yet.
+    logprobs: Callable[[Turn], wire.Json] | None
+    # From the ids of a turn that goes on to its content so far; None: only its end shows that.
     so_far: Callable[[Sequence[int]], str] | None
 
     @property
@@ -49,24 +42,24 @@ class AnswerPlan:
         return self.heading.kind == "chat.completion"
 
     def choice(self, index: int, turn: Turn) -> wire.AnsweredChoice:
-        """The answer that this turn is."""
+        """The choice number `index`, from its turn."""
         logprobs = self.logprobs(turn) if self.logprobs else None
-        return wire.AnsweredChoice(index, turn, self.wanted[index].hear(turn), logprobs)
+        return wire.AnsweredChoice(index, turn, self.read(turn), logprobs)
 
 
-async def chat_plan(session: Session, asked: ChatRequest) -> AnswerPlan:
-    """Of a chat; raises `Refused`."""
+async def chat_plan(session: Session, asked: wire.ChatRequest) -> AnswerPlan:
+    """The plan for a chat; raises `Refused`."""
     try:
         session.check_size([asked.messages, asked.offered_tools])
         dialogue = await session.dialogue(asked.offered_tools)
         prompt_ids = await asyncio.to_thread(dialogue.prompt, asked.messages)
-    except Refused:
+    except wire.Refused:
         raise
     except AsyncGrpoError as error:
-        raise Refused(str(error)) from error
+        raise wire.Refused(str(error)) from error
     stop = StopText(asked.stops, session.decode)
 
-    def hear(turn: Turn) -> Reply:
+    def read(turn: Turn) -> Reply:
         sampled_ids = turn.token_ids.tolist()
         reply = dialogue.heard(
             asked.messages, prompt_ids=prompt_ids, sampled_ids=sampled_ids, shown=stop.until
@@ -74,20 +67,20 @@ async def chat_plan(session: Session, asked: ChatRequest) -> AnswerPlan:
         session.mistake = session.mistake or mistake_in(reply, asked.offered_tools)
         return reply
 
-    ask = _ask(asked, prompt_ids, stop, max_tokens=asked.longest, stop_ids=dialogue.stop_token_ids)
-    session.check(ask)
-    decode = session.decode
     return AnswerPlan(
         wire.Heading("chatcmpl", "chat.completion", asked.model or session.sampler.name),
-        tuple(Wanted(each, hear) for each in _repeated(ask, asked.n)),
+        _turn_requests(
+            session, asked, prompt_ids, asked.longest, stop, stop_ids=dialogue.stop_token_ids
+        ),
+        read,
         len(prompt_ids),
-        (lambda turn: wire.chat_logprobs(turn, decode)) if asked.logprobs else None,
+        partial(wire.chat_logprobs, decode=session.decode) if asked.logprobs else None,
         (lambda ids: _settled(dialogue.text(ids), stop)) if dialogue.is_plain else None,
     )
 
 
 def mistake_in(reply: Reply, tools: Sequence[ToolSpec]) -> str:
-    """What is wrong with the calls of a turn, by what their tools declare; empty: nothing.
+    """The first call of a turn that does not fit what the tools declare; empty: all fit.
 
     >>> from async_grpo.environments.chat.messages import ToolCall
     >>> mistake_in(Reply("", (ToolCall("look", {}),)), [])
@@ -101,17 +94,17 @@ def mistake_in(reply: Reply, tools: Sequence[ToolSpec]) -> str:
             jsonschema.validate(call.arguments, offered[call.name] or {})
         except jsonschema.ValidationError as error:
             return f"calls {call.name!r} with wrong arguments: {error.message}"
-        except Exception:  # the schema is the agent's, which may be anything
+        except Exception:  # the schema comes from the agent and may be invalid
             continue
     return ""
 
 
-async def completion_plan(session: Session, asked: CompletionRequest) -> AnswerPlan:
-    """Of a completion, which may have several prompts; raises `Refused`."""
+async def completion_plan(session: Session, asked: wire.CompletionRequest) -> AnswerPlan:
+    """The plan for a completion, which may have several prompts; raises `Refused`."""
     stop = StopText(asked.stops, session.decode)
     given = _prompts(asked.prompt)
     if len(given) * asked.n > MAX_ANSWERS:
-        raise Refused(
+        raise wire.Refused(
             f"prompts x n must be at most {MAX_ANSWERS}, got {len(given)} x {asked.n}: send fewer "
             "at a time"
         )
@@ -120,64 +113,55 @@ async def completion_plan(session: Session, asked: CompletionRequest) -> AnswerP
     prompts = await asyncio.to_thread(
         lambda: [session.encode(p) if isinstance(p, str) else p for p in given]
     )
-    asks = [_ask(asked, prompt, stop, max_tokens=asked.max_tokens) for prompt in prompts]
-    for ask in asks:
-        session.check(ask)
-
-    def text(token_ids: Sequence[int]) -> str:
-        return stop.until(session.decode(token_ids))
-
-    decode, has_logprobs = session.decode, asked.logprobs is not None
+    turns = [_turn_requests(session, asked, ids, asked.max_tokens, stop) for ids in prompts]
     return AnswerPlan(
         wire.Heading("cmpl", "text_completion", asked.model or session.sampler.name),
-        tuple(
-            Wanted(each, lambda turn: Reply(text(turn.token_ids.tolist())))
-            for ask in asks
-            for each in _repeated(ask, asked.n)
-        ),
+        list(chain.from_iterable(turns)),
+        lambda turn: Reply(stop.until(session.decode(turn.token_ids.tolist()))),
         sum(map(len, prompts)),
-        (lambda turn: wire.completion_logprobs(turn, decode)) if has_logprobs else None,
+        None
+        if asked.logprobs is None
+        else partial(wire.completion_logprobs, decode=session.decode),
         lambda ids: _settled(session.decode(ids), stop),
     )
 
 
-def generation(session: Session, asked: SamplingRequest, prompt_ids: Sequence[int]) -> list[Ask]:
-    """Of token ids; raises `Refused`."""
+def generation(
+    session: Session, asked: wire.SamplingRequest, prompt_ids: Sequence[int]
+) -> list[TurnRequest]:
+    """The turns for a request in token ids; raises `Refused`."""
     stop = StopText(asked.stops, session.decode)
-    ask = _ask(asked, prompt_ids, stop, max_tokens=asked.max_tokens)
-    session.check(ask)
-    return _repeated(ask, asked.n)
+    return _turn_requests(session, asked, prompt_ids, asked.max_tokens, stop)
 
 
-def _ask(
-    asked: SamplingRequest,
+def _turn_requests(
+    session: Session,
+    asked: wire.SamplingRequest,
     prompt_ids: Sequence[int],
+    max_tokens: int | None,
     stop: StopText,
     *,
-    max_tokens: int | None,
     stop_ids: Sequence[int] = (),
-) -> Ask:
+) -> list[TurnRequest]:
+    """One for each choice of a prompt; with a seed, the seed counts up. Raises `Refused`."""
     ids = tuple(dict.fromkeys((*stop_ids, *(asked.stop_token_ids or ()))))
-    return Ask(prompt_ids, max_tokens, asked.temperature, ids, asked.seed, stop.cut)
-
-
-def _repeated(ask: Ask, num: int) -> list[Ask]:
-    """One a choice: of a seeded one each has a seed of its own."""
-    seeds = [None if ask.seed is None else ask.seed + index for index in range(num)]
-    return [replace(ask, seed=seed) for seed in seeds]
+    first = TurnRequest(prompt_ids, max_tokens, asked.temperature, ids, asked.seed, stop.cut)
+    session.check(first)
+    seeds = [None if first.seed is None else first.seed + index for index in range(asked.n)]
+    return [replace(first, seed=seed) for seed in seeds]
 
 
 def _prompts(prompt: Any) -> list[str | list[int]]:
-    """Each of them a text, or ids."""
+    """Each of the prompts, as a text or as ids."""
     if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
         return [prompt]
     if not prompt:
-        raise Refused("prompt must hold at least one prompt, got none: give one")
+        raise wire.Refused("prompt must hold at least one prompt, got none: give one")
     return list(prompt)
 
 
 def _settled(text: str, stop: StopText) -> str:
-    """Of a text that goes on, what stays: no half characters, no beginning of a stop string.
+    """The part of an unfinished text that will stay: no half characters, no start of a stop string.
 
     >>> _settled("ab END", StopText(("END!",), str))
     'ab '
@@ -189,13 +173,13 @@ def _settled(text: str, stop: StopText) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StopText:
-    """The strings that end a turn; a token that holds more than the end of one is kept whole."""
+    """The strings that end a turn; a token with more than the end of one is kept whole."""
 
     stops: tuple[str, ...]
-    decode: Decode
+    decode: wire.Decode
 
     def cut(self, turn: Turn) -> Turn:
-        """The turn up to the first token whose text completes a stop string; itself without one."""
+        """The turn up to the token that completes a stop string; without one the same object."""
         token_ids = turn.token_ids.tolist()
         if not self._is_in(token_ids):
             return turn
@@ -204,7 +188,7 @@ class StopText:
         return turn.stopped(num, text=self.until(self.decode(token_ids[:num])))
 
     def until(self, text: str) -> str:
-        """The text before the first stop string, which clients do not see."""
+        """The text before the first stop string, which is all that clients see."""
         ends = [place for stop in self.stops if stop and (place := text.find(stop)) >= 0]
         return text[: min(ends)] if ends else text
 

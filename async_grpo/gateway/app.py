@@ -1,4 +1,4 @@
-"""The HTTP application: one route a request of OpenAI's, and the same under /s/NAME.
+"""The HTTP application: a route for each kind of request, and the same routes below /s/NAME.
 
 A `Server` listens for it on the event loop that starts it.
 """
@@ -9,7 +9,7 @@ import asyncio
 import logging
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 import uvicorn
@@ -23,16 +23,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from async_grpo.gateway import wire
 from async_grpo.gateway.answer_plan import AnswerPlan, chat_plan, completion_plan, generation
-from async_grpo.gateway.sampler import Ask, Refused
-from async_grpo.gateway.session import Session, Sessions
-from async_grpo.gateway.wire import (
-    Asked,
-    ChatRequest,
-    CompletionRequest,
-    GenerateRequest,
-    SamplingRequest,
-    read_request,
-)
+from async_grpo.gateway.session import Session, Sessions, TurnRequest
+from async_grpo.gateway.wire import Asked, Refused
 from async_grpo.types import Turn
 from async_grpo.util.deadlines import GATEWAY_BODY_S, GATEWAY_ENDED_S, GATEWAY_HEAD_S
 from async_grpo.util.errors import AsyncGrpoError, ConfigError
@@ -40,12 +32,13 @@ from async_grpo.util.waiting import together
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+S = TypeVar("S", bound=wire.SamplingRequest)
 CLIENT_GONE = 499
 LOOPBACK = "127.0.0.1"
 
 
 def make_app(sessions: Sessions) -> ASGIApp:
-    """The application of these sessions."""
+    """The application that serves these sessions."""
     endpoints = _Endpoints(sessions)
     routes = [
         Route("/v1/chat/completions", endpoints.chat, methods=["POST"]),
@@ -71,22 +64,18 @@ class _Endpoints:
         self._sessions = sessions
 
     async def chat(self, request: Request) -> Response:
-        session, asked = await self._read(request, ChatRequest)
-        self._check(session, asked, asked.model)
-        return await _answered(request, session, asked, await chat_plan(session, asked))
+        return await self._answered(request, wire.ChatRequest, chat_plan)
 
     async def completion(self, request: Request) -> Response:
-        session, asked = await self._read(request, CompletionRequest)
-        self._check(session, asked, asked.model)
-        return await _answered(request, session, asked, await completion_plan(session, asked))
+        return await self._answered(request, wire.CompletionRequest, completion_plan)
 
     async def generate(self, request: Request) -> Response:
-        session, asked = await self._read(request, GenerateRequest)
+        session, asked = await self._read(request, wire.GenerateRequest)
         self._check(session, asked.sampling_params, asked.model)
         if asked.stream:
             raise Refused("stream must be false here: leave it out")
-        asks = generation(session, asked.sampling_params, asked.token_ids)
-        turns = await _unless_gone(request, _turns(session, asks))
+        wanted = generation(session, asked.sampling_params, asked.token_ids)
+        turns = await _unless_gone(request, _turns(session, wanted))
         choices = [wire.generated(index, turn) for index, turn in enumerate(turns)]
         return JSONResponse({"request_id": asked.request_id, "choices": choices})
 
@@ -99,8 +88,8 @@ class _Endpoints:
     async def turns(self, request: Request) -> Response:
         turns = self._find(request, opens=False).turns
         data = [
-            {"prompt_token_ids": list(heard.prompt_ids), **wire.generated(index, heard.turn)}
-            for index, heard in enumerate(turns)
+            {"prompt_token_ids": list(sampled.prompt_ids), **wire.generated(index, sampled.turn)}
+            for index, sampled in enumerate(turns)
         ]
         return JSONResponse({"object": "list", "data": data})
 
@@ -128,9 +117,9 @@ class _Endpoints:
         except TimeoutError:
             raise Refused(f"a request's body must come within {GATEWAY_BODY_S:g} s: send it again",
                           status=408) from None  # fmt: skip
-        return session, read_request(bytes(body), kind)
+        return session, wire.read_request(bytes(body), kind)
 
-    def _check(self, session: Session, asked: SamplingRequest, model: str | None) -> None:
+    def _check(self, session: Session, asked: wire.SamplingRequest, model: str | None) -> None:
         asked.refuse_unserved(decides_sampling=session.sampler.decides_sampling)
         name = session.sampler.name
         if name and model not in (None, name):
@@ -140,56 +129,60 @@ class _Endpoints:
                 code="model_not_found",
             )
 
-
-async def _answered(
-    request: Request, session: Session, asked: SamplingRequest, plan: AnswerPlan
-) -> Response:
-    if asked.stream:
-        has_usage = bool(asked.stream_options and asked.stream_options.include_usage)
-        events = _events(session, plan, has_usage=has_usage)
-        return StreamingResponse(events, media_type="text/event-stream")
-    choices = await _unless_gone(request, _choices(session, plan))
-    said = [choice.message() if plan.is_chat else choice.text() for choice in choices]
-    return JSONResponse(plan.heading.of(said, usage=wire.usage(plan.num_prompt, choices)))
+    async def _answered(
+        self,
+        request: Request,
+        kind: type[S],
+        make_plan: Callable[[Session, S], Awaitable[AnswerPlan]],
+    ) -> Response:
+        session, asked = await self._read(request, kind)
+        self._check(session, asked, asked.model)
+        plan = await make_plan(session, asked)
+        if asked.stream:
+            has_usage = bool(asked.stream_options and asked.stream_options.include_usage)
+            events = _events(session, plan, has_usage=has_usage)
+            return StreamingResponse(events, media_type="text/event-stream")
+        choices = await _unless_gone(request, _choices(session, plan))
+        shown = [choice.message() if plan.is_chat else choice.text() for choice in choices]
+        return JSONResponse(plan.heading.of(shown, usage=wire.usage(plan.num_prompt, choices)))
 
 
 async def _choices(session: Session, plan: AnswerPlan) -> list[wire.AnsweredChoice]:
-    turns = await _turns(session, [wanted.ask for wanted in plan.wanted])
+    turns = await _turns(session, plan.turns)
     return [plan.choice(index, turn) for index, turn in enumerate(turns)]
 
 
-async def _turns(session: Session, asks: Sequence[Ask]) -> list[Turn]:
-    return await together((session.turn(ask) for ask in asks), name="turn")
+async def _turns(session: Session, wanted: Sequence[TurnRequest]) -> list[Turn]:
+    return await together(map(session.turn, wanted), name="turn")
 
 
 async def _events(session: Session, plan: AnswerPlan, *, has_usage: bool) -> AsyncIterator[str]:
-    """The stream of an answer; several choices come when all have ended."""
+    """The events of an answer; those of several choices are sent when all have ended."""
     delta = wire.chat_delta if plan.is_chat else wire.completion_delta
-    rest = wire.last_chat_deltas if plan.is_chat else wire.last_completion_deltas
     sent = ""
     try:
-        if len(plan.wanted) > 1 or plan.so_far is None or plan.logprobs:
+        if len(plan.turns) > 1 or plan.so_far is None or plan.logprobs:
             choices = await _choices(session, plan)
         else:
-            async for turn in session.pieces(plan.wanted[0].ask):
+            async for turn in session.pieces(plan.turns[0]):
                 text = plan.so_far(turn.token_ids.tolist())
                 if len(text) > len(sent):
                     yield wire.event(plan.heading.of([delta(0, text[len(sent) :])], is_chunk=True))
                     sent = text
             choices = [plan.choice(0, turn)]
         for choice in choices:
-            for part in rest(choice, num_sent=len(sent)):
+            for part in choice.deltas(is_chat=plan.is_chat, num_sent=len(sent)):
                 yield wire.event(plan.heading.of([part], is_chunk=True))
         if has_usage:
             used = wire.usage(plan.num_prompt, choices)
             yield wire.event(plan.heading.of([], is_chunk=True, usage=used))
         yield wire.DONE
-    except AsyncGrpoError as error:  # the status has been sent
+    except AsyncGrpoError as error:  # the status of the answer has been sent
         yield wire.event(_as_refused(error).body())
 
 
 async def _unless_gone(request: Request, work: Awaitable[T]) -> T:
-    """What `work` gives; a client that goes ends it, and what it would have got counts nowhere."""
+    """The result of `work`; a client that disconnects cancels it, and its turns are not kept."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(request.receive())
     try:
@@ -203,7 +196,7 @@ async def _unless_gone(request: Request, work: Awaitable[T]) -> T:
 
 
 class _AtMost:
-    """Refuses requests beyond so many at a time, streams until their ends among them."""
+    """Refuses requests beyond so many at a time; a stream counts until its end."""
 
     def __init__(self, app: ASGIApp, most: int) -> None:
         self._app = app
@@ -237,18 +230,18 @@ def _http_refusal(request: Request, error: Exception) -> Response:
 
 
 def _as_refused(error: Exception) -> Refused:
-    """What has failed behind the gateway may serve the next time, but for what is never served."""
+    """The refusal for an error behind the gateway: 503, try again; 400 for a `ConfigError`."""
     status = 400 if isinstance(error, ConfigError) else 503
     return error if isinstance(error, Refused) else Refused(str(error), status=status)
 
 
 class Server:
-    """One application at one address; raises `ConfigError` where nothing can listen."""
+    """Serves an application at an address; raises `ConfigError` if it cannot listen there."""
 
     def __init__(self, app: ASGIApp, *, host: str = LOOPBACK, port: int = 0) -> None:
-        """Port 0: any that is free."""
+        """Port 0: any free port."""
         self._socket = listening(host, port)
-        # asyncio does so for sockets that name their protocol only; without it, 40 ms a request.
+        # Without it a request takes 40 ms; asyncio sets it only for sockets that name a protocol.
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.url = f"http://{host}:{self._socket.getsockname()[1]}"
         self._server = uvicorn.Server(
@@ -264,16 +257,16 @@ class Server:
         )
 
     async def serve(self) -> None:
-        """Until `stop`, or in a main thread until a signal."""
+        """Serve until `stop`; in the main thread also until a signal."""
         await self._server.serve(sockets=[self._socket])
 
     def stop(self) -> None:
-        """Take no more requests; those that run have a little while."""
+        """Take no more requests; running ones have `GATEWAY_ENDED_S` to end."""
         self._server.should_exit = True
 
 
 class _InTime(HttpToolsProtocol):
-    """Closes connections on which a request's head does not come: uvicorn waits for ever."""
+    """Closes connections on which no request's head arrives; uvicorn would wait for ever."""
 
     _head_due: asyncio.TimerHandle | None = None
 
@@ -295,7 +288,7 @@ class _InTime(HttpToolsProtocol):
 
 
 def listening(host: str, port: int) -> socket.socket:
-    """A socket there; raises `ConfigError`, where uvicorn would end the process."""
+    """A socket that listens there; raises `ConfigError`, where uvicorn would end the process."""
     try:
         return socket.create_server((host, port), backlog=1024)
     except OSError as error:
@@ -306,5 +299,5 @@ def listening(host: str, port: int) -> socket.socket:
 
 
 def in_background(server: Server) -> asyncio.Task[None]:
-    """The task that serves, which its caller holds."""
+    """The task that serves; the caller has to keep it."""
     return asyncio.create_task(server.serve(), name=f"gateway-{server.url}")

@@ -1,12 +1,12 @@
 """The gateway of a run (`--gateway`): the policy behind OpenAI's protocol, while it is trained.
 
 consumes:     requests over HTTP
-produces:     what the policy answers, with the weights of that moment
+produces:     the policy's answers, with the weights of that moment
 waits for:    the controller, which leases the least-loaded engine for each turn
-unblocked by: the turn's end, a client that goes, or the end of the run there
+unblocked by: the turn's end, a client that disconnects, or the end of the run at its controller
 
-An actor of rank 0's node. Turns that an engine has lost are sampled again by another one; when the
-controller is lost, requests are refused until the run goes on at the next one.
+An actor on rank 0's node. A turn whose engine is lost is sampled again by another one; when the
+controller is lost, requests are refused until the run continues at the next controller.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import asyncio
 import logging
 import os
 import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,11 +26,9 @@ from async_grpo.cluster.handles import CONTROLLER, WHO, ControllerClient, RunCli
 from async_grpo.config.command_options import TOKEN_VARIABLE
 from async_grpo.config.roles import GENERATION
 from async_grpo.config.run_options import PlaceOptions
-from async_grpo.environments.chat.find import find_renderer, find_tokenizer
-from async_grpo.environments.chat.messages import Dialogue, ToolSpec
 from async_grpo.gateway.app import Server, in_background, listening, make_app
-from async_grpo.gateway.sampler import Ask, Refused
-from async_grpo.gateway.session import Session, Sessions
+from async_grpo.gateway.session import TurnRequest, model_sessions
+from async_grpo.gateway.wire import Refused
 from async_grpo.types import GenerationRequest, SamplingContract, Turn
 from async_grpo.util import deadlines
 from async_grpo.util.errors import LeaseLost, ProcessLostError
@@ -41,15 +39,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 ADDRESS_FILE = "gateway.env"
-MAX_TURNS_AT_A_TIME = 16  # the others wait here: training keeps the engines
-# So small that no lease of training waits for it, and enough to tell equal engines apart. Binary:
-# loads must become 0 again.
+MAX_TURNS_AT_A_TIME = 16  # the others wait here, so that training keeps the engines
+# So small that no lease of training waits for it, and enough to prefer one of two equal engines. A
+# power of 2, so that loads return to exactly 0.
 COST = 2.0**-10  # sequences
 NO_RUN = "the run has ended at its controller, or goes on at another one: ask again in a moment"
 
 
 class Gateway:
-    """Wrap with `ray.remote(max_concurrency=...)`; clients come over HTTP alone."""
+    """Wrap with `ray.remote(max_concurrency=...)`; clients send their requests over HTTP only."""
 
     def __init__(
         self,
@@ -62,23 +60,15 @@ class Gateway:
         token: str,
         max_model_len: int,
     ) -> None:
-        """`max_model_len`: of every engine, in tokens."""
-        tokenizer = find_tokenizer(model)  # seconds, before anybody asks
+        """`max_model_len`: the tokens that every engine takes; `address`: host and port."""
         engines = Engines(incarnation)
-
-        async def make_dialogue(tools: Sequence[ToolSpec]) -> Dialogue:
-            return Dialogue(find_renderer(model, renderer), tools=tools)
-
-        def make_session() -> Session:
-            policy = RunPolicy(engines, sampling, max_model_len=max_model_len)
-            return Session(policy, tokenizer=tokenizer, make_dialogue=make_dialogue)
-
-        app = make_app(Sessions(token=token, make_session=make_session))
-        self._server = Server(app, host=address[0], port=address[1])
+        make_policy = partial(RunPolicy, engines, sampling, max_model_len=max_model_len)
+        sessions = model_sessions(model, renderer, make_policy, token=token)
+        self._server = Server(make_app(sessions), host=address[0], port=address[1])
         self._serving = in_background(self._server)
 
     async def url(self) -> str:
-        """Where it listens."""
+        """The address at which it listens."""
         return self._server.url
 
 
@@ -91,20 +81,20 @@ class RunPolicy:
     def __init__(self, engines: Engines, sampling: SamplingContract, *, max_model_len: int) -> None:
         self._engines = engines
         self._sampling = sampling
-        self._worker_id = ""  # of the latest turn, whose engine holds its prefix
+        self._worker_id = ""  # of the latest turn, which is cached by that worker's engine
         self.max_model_len = max_model_len
 
-    async def sample(self, ask: Ask) -> AsyncIterator[Turn]:
-        """See `Sampler`; whole, and no longer than the run's outputs unless it says so."""
-        longest = min(self._sampling.max_tokens, self.max_model_len - len(ask.prompt_ids))
-        request = ask.request(stop_ids=self._sampling.stop_token_ids, longest=longest)
-        turn = await self._engines.turn(request, prefer=self._worker_id or None)
+    async def sample(self, request: TurnRequest) -> AsyncIterator[Turn]:
+        """See `Sampler`; one whole turn, by default at most as long as the run's outputs."""
+        longest = min(self._sampling.max_tokens, self.max_model_len - len(request.prompt_ids))
+        wanted = request.for_engine(stop_ids=self._sampling.stop_token_ids, longest=longest)
+        turn = await self._engines.turn(wanted, prefer=self._worker_id or None)
         self._worker_id = turn.worker_id
         yield turn
 
 
 class Engines:
-    """Those of a run, asked through its controller."""
+    """The engines of a run, to which its controller forwards requests."""
 
     def __init__(self, incarnation: int) -> None:
         self._incarnation = incarnation
@@ -112,9 +102,9 @@ class Engines:
         self._places = asyncio.Semaphore(MAX_TURNS_AT_A_TIME)
 
     async def turn(self, request: GenerationRequest, *, prefer: str | None) -> Turn:
-        """One turn, of another engine where the first was lost.
+        """One turn; where its engine is lost, another engine samples it.
 
-        Raises `Refused` while the run has no controller, and what the last engine raised.
+        Raises `Refused` while the run has no controller, and the last engine's error.
         """
         async with self._places:
             return await ask_again(
@@ -129,9 +119,8 @@ class Engines:
             answer = client.controller.ask.remote(
                 client.run, GENERATION, "generate", request, cost=COST, prefer=prefer
             )
-            # The controller ends what stalls, and with it this call.
-            turns: tuple[Turn, ...] = await work(answer, timeout_s=None, who=WHO)
-            return turns[0]
+            # No timeout: the controller ends a lease that stalls, and with it this call.
+            return (await work(answer, timeout_s=None, who=WHO))[0]
         except ProcessLostError as error:
             self._client = None
             raise Refused(NO_RUN, status=503) from error
@@ -148,7 +137,10 @@ class Engines:
 
 
 def free_address(places: PlaceOptions) -> tuple[str, int] | None:
-    """Of `--gateway`, if it is given, with a port that is free now; raises `ConfigError`."""
+    """Host and port of `--gateway`, None without it; port 0 becomes one that is free now.
+
+    Raises `ConfigError` for an address that cannot be listened at.
+    """
     if not places.gateway:
         return None
     host, port = places.gateway_place
@@ -159,11 +151,11 @@ def free_address(places: PlaceOptions) -> tuple[str, int] | None:
 def start_gateway(
     plan: BatcherPlan, client: ControllerClient, address: tuple[str, int]
 ) -> GatewayHandle:
-    """An actor that listens, and ends with this process; the token lies in the output folder."""
+    """Start the actor, which ends with this process, and write its address and token to a file."""
     config = plan.config
     engines = client.answer(deadlines.ANSWER_S, client.controller.members, GENERATION)
     token = os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(24)
-    # Ray starts it again at the same address; clients open their sessions again.
+    # Ray restarts it at the same address; clients have to open their sessions again.
     actor = client.cluster.actor(Gateway, max_concurrency=1000, max_restarts=-1)
     gateway: GatewayHandle = actor.remote(
         config.places.model_name_or_path,

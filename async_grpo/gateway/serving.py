@@ -1,9 +1,9 @@
-"""A model's gateway without a run: `async-grpo serve`.
+"""The gateway of a model without a run: `async-grpo serve`.
 
 consumes:     requests over HTTP
-produces:     what the model answers
+produces:     the model's answers
 waits for:    the engine, which decodes all requests together
-unblocked by: the end of a turn, a client that goes, or a signal
+unblocked by: the end of a turn, a client that disconnects, or a signal
 """
 
 from __future__ import annotations
@@ -12,16 +12,14 @@ import asyncio
 import logging
 import os
 import secrets
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING
 
 from async_grpo.config.command_options import TOKEN_VARIABLE, ServeConfig, worker_options
 from async_grpo.config.worker_config import WorkerConfig
-from async_grpo.environments.chat.find import find_renderer, find_tokenizer
-from async_grpo.environments.chat.messages import Dialogue, ToolSpec
+from async_grpo.environments.chat.find import find_renderer
 from async_grpo.gateway.app import Server, make_app
-from async_grpo.gateway.sampler import Ask
-from async_grpo.gateway.session import Limits, Session, Sessions
+from async_grpo.gateway.session import Limits, TurnRequest, model_sessions
 from async_grpo.model.model_folder import ModelFacts, check_model_folder
 from async_grpo.rollout.generation_worker import worker_environment
 from async_grpo.types import Turn
@@ -36,7 +34,7 @@ ENGINE_LOOK_INTERVAL_S = 1.0
 
 
 class EngineSampler:
-    """See `Sampler`: an engine of this process."""
+    """See `Sampler`: an engine that this process has started."""
 
     decides_sampling = False
 
@@ -46,17 +44,17 @@ class EngineSampler:
         self.name = name
         self.max_model_len = engine.max_model_len
 
-    def sample(self, ask: Ask) -> AsyncIterator[Turn]:
+    def sample(self, request: TurnRequest) -> AsyncIterator[Turn]:
         """See `Sampler`."""
-        longest = self.max_model_len - len(ask.prompt_ids)
-        return self._engine.pieces(ask.request(stop_ids=self._stop_ids, longest=longest))
+        longest = self.max_model_len - len(request.prompt_ids)
+        return self._engine.pieces(request.for_engine(stop_ids=self._stop_ids, longest=longest))
 
 
 def serve(model: str, config: ServeConfig, *, name: str, say: Callable[[str], object]) -> None:
-    """Until a signal; `model` is a folder, `name` what clients call it.
+    """Serve until a signal; `model` is a folder, `name` is how clients call it.
 
     Raises:
-        ConfigError: nothing can listen at the address, or there is no such renderer.
+        ConfigError: the address cannot be listened at, or there is no such renderer.
         UnfitModel: the model cannot be served.
         WorkerError: the engine died.
     """
@@ -69,16 +67,9 @@ def serve(model: str, config: ServeConfig, *, name: str, say: Callable[[str], ob
             raise
         logger.warning("chats are refused, completions are served: %s", error)
 
-    async def make_dialogue(tools: Sequence[ToolSpec]) -> Dialogue:
-        return Dialogue(find_renderer(model, config.renderer), tools=tools)
-
-    def make_session() -> Session:
-        tokenizer = find_tokenizer(model)
-        return Session(sampler, tokenizer=tokenizer, make_dialogue=make_dialogue)
-
     limits = Limits(sessions=config.max_sessions, requests=config.max_requests)
-    sessions = Sessions(token=token, make_session=make_session, limits=limits)
-    # Before the engine's start, so that a port that is taken is told at once.
+    sessions = model_sessions(model, config.renderer, lambda: sampler, token=token, limits=limits)
+    # Before the engine's start, so that a port in use is an error at once.
     server = Server(make_app(sessions), host=config.host, port=config.port)
     engine = _engine(model, config)
     sampler = EngineSampler(engine, facts, name=name)
@@ -100,7 +91,7 @@ def serve(model: str, config: ServeConfig, *, name: str, say: Callable[[str], ob
 
 
 def _engine(model: str, config: ServeConfig) -> ServedEngine:
-    from async_grpo.devices.current import seen_devices  # torch reads vLLM's environment later
+    from async_grpo.devices.current import seen_devices  # torch reads what is set below later
 
     os.environ.update(worker_environment(on_cpu=not seen_devices().devices) | QUIET)
     from async_grpo.rollout.local_engines import ServedEngine

@@ -1,9 +1,10 @@
-"""What a client may ask, and the answers that it reads: OpenAI's, and vLLM's of token ids.
+"""Requests and answers in JSON: those of OpenAI's API, and those of vLLM's with token ids.
 
-An option that would change how is sampled, and that the trainer could not score, is refused unless
-the sampler decides anyway; options that mean nothing here are passed over, as other servers do.
+An option that changes how tokens are sampled, so that the trainer could not score them, is refused
+unless the sampler ignores such options. Options without a meaning here are ignored, as other
+servers do.
 
-Legend: a choice is one of the `n` answers of a request.
+Legend: a choice is one of the `n` answers to a request.
 """
 
 from __future__ import annotations
@@ -19,19 +20,18 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from async_grpo.environments.chat.messages import Reply
-from async_grpo.gateway.sampler import Refused
 from async_grpo.types import Turn
+from async_grpo.util.errors import AsyncGrpoError
 
 Count = Annotated[int, Field(ge=1)]
 OneOrMore = str | list[str]
-R = TypeVar("R", bound="SamplingRequest")
 Asked = TypeVar("Asked", bound=BaseModel)
 Json = dict[str, object]
 MAX_CHOICES = 64
-MAX_STOPS = 64  # each is looked for in every text
-LEAST_TEMPERATURE = 1e-9  # below it, but for 0, log-probabilities are not finite
-LARGEST_SEED = 2**63 - 1 - MAX_CHOICES  # of an engine, whose choices count on from it
-# What each option may be where the temperature is all that sampling knows.
+MAX_STOPS = 64  # every text is searched for each of them
+LEAST_TEMPERATURE = 1e-9  # above 0 and below this, log-probabilities are not finite
+LARGEST_SEED = 2**63 - 1 - MAX_CHOICES  # choice i is sampled with the seed + i
+# The values with which each option changes nothing, where tokens are sampled by temperature alone.
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "top_p": (1,),
     "top_k": (0, -1),
@@ -41,7 +41,7 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "repetition_penalty": (1,),
     "logit_bias": ({},),
 }
-# What would change the answer, and is not served.
+# Options that would change the answer and are not served, with the values that change nothing.
 UNSERVED: dict[str, tuple[object, ...]] = {
     "response_format": ({"type": "text"},),
     "tool_choice": ("auto", "none"),
@@ -56,14 +56,33 @@ Decode = Callable[[Sequence[int]], str]
 DONE = "data: [DONE]\n\n"
 
 
+class Refused(AsyncGrpoError, ValueError):
+    """A request that is not served, with the error that OpenAI's clients read."""
+
+    def __init__(self, message: str, *, status: int = 400, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+
+    def body(self) -> dict[str, object]:
+        """The answer's JSON.
+
+        >>> Refused("no", status=401).body()["error"]["type"]
+        'authentication_error'
+        """
+        kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+        kind = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        return {"error": {"message": str(self), "type": kind, "param": None, "code": self.code}}
+
+
 class StreamOptions(BaseModel):
-    """How a stream ends."""
+    """What a stream ends with."""
 
     include_usage: bool = False
 
 
 class SamplingRequest(BaseModel):
-    """What all requests have in common."""
+    """The fields that all requests have in common."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -108,7 +127,7 @@ class SamplingRequest(BaseModel):
 
 
 class ChatRequest(SamplingRequest):
-    """Of /v1/chat/completions."""
+    """The body of a request to /v1/chat/completions."""
 
     messages: list[Json]
     tools: list[Json] | None = None
@@ -117,18 +136,18 @@ class ChatRequest(SamplingRequest):
 
     @property
     def longest(self) -> int | None:
-        """The longest output."""
+        """The most tokens of an output; None: as many as fit."""
         return self.max_completion_tokens or self.max_tokens
 
     @property
     def offered_tools(self) -> list[Json]:
-        """Those that the model may call."""
+        """The tools that the model may call."""
         is_off = (self.model_extra or {}).get("tool_choice") == "none"
         return [] if is_off else self.tools or []
 
 
 class CompletionRequest(SamplingRequest):
-    """Of /v1/completions."""
+    """The body of a request to /v1/completions."""
 
     prompt: OneOrMore | list[int] | list[list[int]]
     logprobs: Annotated[int, Field(ge=0, le=1)] | None = None
@@ -141,7 +160,7 @@ class GenerateParams(SamplingRequest):
 
 
 class GenerateRequest(BaseModel):
-    """Of /inference/v1/generate: token ids in, token ids out."""
+    """The body of a request to /inference/v1/generate: token ids in, token ids out."""
 
     model: str | None = None
     request_id: str | None = None
@@ -151,7 +170,7 @@ class GenerateRequest(BaseModel):
 
 
 def read_request(body: bytes, kind: type[Asked]) -> Asked:
-    """The request; raises `Refused` for what is none."""
+    """The request in `body`; raises `Refused` for a body that is not valid."""
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
@@ -162,15 +181,16 @@ def read_request(body: bytes, kind: type[Asked]) -> Asked:
 
 @dataclass(frozen=True, slots=True)
 class Heading:
-    """What all parts of one answer say."""
+    """The fields that all parts of one answer have in common."""
 
-    prefix: str  # of its id
-    kind: str
+    prefix: str  # of the answer's id
+    kind: str  # the field `object`
     model: str
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
     def of(self, choices: Sequence[object], *, is_chunk: bool = False, **more: object) -> Json:
+        """The answer with these choices, or a part of it."""
         kind = f"{self.kind}.chunk" if is_chunk and self.kind == "chat.completion" else self.kind
         heading = {"id": f"{self.prefix}-{self.id}", "object": kind, "created": self.created}
         return {**heading, "model": self.model, "choices": choices, **more}
@@ -178,32 +198,45 @@ class Heading:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AnsweredChoice:
-    """One answer, as far as all requests have it alike."""
+    """One answer of the model, to any kind of request."""
 
     index: int
     turn: Turn
-    reply: Reply  # of a completion: its text alone
+    reply: Reply  # to a completion: its text alone
     logprobs: Json | None = None
 
     @property
     def finish_reason(self) -> str:
-        """Why it ended."""
+        """Why the turn ended."""
         is_called = any(not call.problem for call in self.reply.tool_calls)
         return "tool_calls" if is_called else self.turn.finish_reason
 
     def message(self) -> Json:
-        """Of a chat."""
+        """The choice of a chat."""
         end = {"finish_reason": self.finish_reason, "logprobs": self.logprobs}
         return {"index": self.index, "message": self.reply.message(), **end}
 
-    def text(self) -> Json:
-        """Of a completion."""
+    def text(self, *, num_sent: int = 0) -> Json:
+        """The choice of a completion, without the characters that were sent before."""
         end = {"finish_reason": self.finish_reason, "logprobs": self.logprobs}
-        return {"index": self.index, "text": self.reply.content, **end}
+        return {"index": self.index, "text": self.reply.content[num_sent:], **end}
+
+    def deltas(self, *, is_chat: bool, num_sent: int) -> Iterator[Json]:
+        """The rest of a streamed choice, of whose content `num_sent` characters were sent."""
+        if not is_chat:
+            yield self.text(num_sent=num_sent)
+            return
+        message = self.reply.message()
+        calls = [{"index": i, **call} for i, call in enumerate(message.pop("tool_calls", ()))]
+        rest = chat_delta(self.index, message["content"][num_sent:])
+        yield {**rest, "delta": message | rest["delta"], "logprobs": self.logprobs}
+        if calls:
+            yield {**rest, "delta": {"tool_calls": calls}}
+        yield {**rest, "delta": {}, "finish_reason": self.finish_reason}
 
 
 def usage(num_prompt: int, choices: Sequence[AnsweredChoice]) -> dict[str, int]:
-    """Tokens, all choices together."""
+    """The tokens of the prompts and of all choices."""
     num_output = sum(len(choice.turn.token_ids) for choice in choices)
     return {
         "prompt_tokens": num_prompt,
@@ -222,52 +255,39 @@ def event(data: Json) -> str:
 
 
 def chat_delta(index: int, text: str) -> dict[str, Any]:
-    """A part of a chat's choice."""
+    """A part of a chat's choice, while it is sampled."""
     delta = {"role": "assistant", "content": text}
     return {"index": index, "delta": delta, "finish_reason": None, "logprobs": None}
 
 
-def last_chat_deltas(choice: AnsweredChoice, *, num_sent: int) -> Iterator[Json]:
-    """The rest of a chat's choice, of whose content so many characters were sent."""
-    message = choice.reply.message()
-    calls = [{"index": i, **call} for i, call in enumerate(message.pop("tool_calls", ()))]
-    rest = chat_delta(choice.index, message["content"][num_sent:])
-    yield {**rest, "delta": message | rest["delta"], "logprobs": choice.logprobs}
-    if calls:
-        yield {**rest, "delta": {"tool_calls": calls}}
-    yield {**rest, "delta": {}, "finish_reason": choice.finish_reason}
-
-
 def completion_delta(index: int, text: str) -> Json:
-    """A part of a completion."""
+    """A part of a completion's choice, while it is sampled."""
     return {"index": index, "text": text, "finish_reason": None, "logprobs": None}
 
 
-def last_completion_deltas(choice: AnsweredChoice, *, num_sent: int) -> Iterator[Json]:
-    """The rest of a completion, of which so many characters were sent."""
-    yield {**choice.text(), "text": choice.reply.content[num_sent:]}
-
-
 def chat_logprobs(turn: Turn, decode: Decode) -> Json:
-    """What a chat says of each sampled token."""
+    """The log-probability of each sampled token, in the form of a chat."""
     content = []
     for token_id, logprob in zip(turn.token_ids.tolist(), turn.logprobs.tolist(), strict=True):
         text = decode([token_id])
-        said = {"token": text, "logprob": logprob, "bytes": list(text.encode())}
-        content.append({**said, "top_logprobs": []})
+        fields = {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        content.append({**fields, "top_logprobs": []})
     return {"content": content, "refusal": None}
 
 
 def completion_logprobs(turn: Turn, decode: Decode) -> Json:
-    """What a completion says of each sampled token."""
+    """The log-probability of each sampled token, in the form of a completion."""
     tokens = [decode([token_id]) for token_id in turn.token_ids.tolist()]
     starts = list(itertools.accumulate(map(len, tokens), initial=0))[:-1]
-    said = {"tokens": tokens, "token_logprobs": turn.logprobs.tolist(), "top_logprobs": None}
-    return {**said, "text_offset": starts}
+    fields = {"tokens": tokens, "token_logprobs": turn.logprobs.tolist(), "top_logprobs": None}
+    return {**fields, "text_offset": starts}
 
 
 def generated(index: int, turn: Turn) -> Json:
-    """A choice of /inference/v1/generate, by vLLM's schema."""
+    """A choice of /inference/v1/generate, in vLLM's schema.
+
+    `weight_versions`: which weights sampled which tokens; empty where weights never change.
+    """
     pairs = zip(turn.token_ids.tolist(), turn.logprobs.tolist(), strict=True)
     content = [
         {"token": f"token_id:{token}", "token_id": token, "logprob": logprob, "top_logprobs": []}
@@ -278,13 +298,8 @@ def generated(index: int, turn: Turn) -> Json:
         "token_ids": turn.token_ids.tolist(),
         "finish_reason": turn.finish_reason,
         "logprobs": {"content": content},
-        "weight_versions": versions(turn),
+        "weight_versions": [
+            {"version": str(span.version), "start": span.start, "end": span.stop}
+            for span in turn.weights_versions
+        ],
     }
-
-
-def versions(turn: Turn) -> list[Json]:
-    """Which weights made which tokens; none where they never change."""
-    return [
-        {"version": str(span.version), "start": span.start, "end": span.stop}
-        for span in turn.weights_versions
-    ]
