@@ -1,4 +1,4 @@
-"""What an environment is: user code that turns a question into an episode. No Ray here.
+"""Defines environments: user code that plays an episode for a question. No Ray here.
 
     class Guess(Environment):
         async def play(self, question, policy, services):
@@ -8,7 +8,7 @@
             await policy.sample(history)
             return policy.episode()
 
-What the model samples is trained; what `history` holds beside is only read.
+The tokens that the model samples are trained; the model only reads the others in `history`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeVar
 from numpy.typing import ArrayLike
 
 from async_grpo.environments.causes import Cause
-from async_grpo.environments.causes import ModelError as ModelError  # authors find it here
+from async_grpo.environments.causes import ModelError as ModelError  # for authors
 from async_grpo.environments.chat.messages import Dialogue, Message, ToolSpec
 from async_grpo.environments.judging import VerdictForm
 from async_grpo.types import Episode, Question, Turn, Verdict
@@ -30,18 +30,18 @@ T = TypeVar("T")
 
 
 class FailureClass(StrEnum):
-    """What has failed of an episode; the model's own mistakes are none of these."""
+    """The part of an episode that has failed; mistakes of the model are no failures."""
 
     ENGINE = "engine"
     ENVIRONMENT = "environment"
     TOOL = "tool infrastructure"
     JUDGE = "judge"
     SERVICE = "service"
-    DEADLINE = "deadline"  # nothing moved for too long
-    TIMEOUT = "timeout"  # of --turn-timeout-s or --episode-timeout-s: it is not played again
+    DEADLINE = "deadline"  # there was no progress for too long
+    TIMEOUT = "timeout"  # of --turn-timeout-s or --episode-timeout-s: not played again
 
 
-CAUSES = {  # of a part that has failed, where nobody says more; of others it is unknown
+CAUSES = {  # of failures that are raised without a cause; of other parts it is unknown
     FailureClass.ENGINE: Cause.STATE,
     FailureClass.TOOL: Cause.STATE,
     FailureClass.TIMEOUT: Cause.LIMIT,
@@ -49,7 +49,7 @@ CAUSES = {  # of a part that has failed, where nobody says more; of others it is
 
 
 class EpisodeFailed(WorkerError):
-    """An episode that could not be played, or graded: an error, never a reward of 0."""
+    """An episode could not be played or graded: an error, never a reward of 0."""
 
     def __init__(
         self,
@@ -59,26 +59,26 @@ class EpisodeFailed(WorkerError):
         *,
         cause: Cause | None = None,
     ) -> None:
-        """`cause` decides what follows, see there; None: that of `CAUSES`.
+        """`cause` decides what follows, see causes.py; None: the one in `CAUSES`.
 
-        `again`: of the group that is lost with it, see `PlayedGroup`.
+        `again`: the field of `PlayedGroup`, for the group that fails with the episode.
         """
         super().__init__(escaped(message))
         self.failure = failure
         self.again = again or {}
         self.cause = cause or CAUSES.get(failure, Cause.UNKNOWN)
-        self.place = ""  # what was raised and the line, where the episode was played
+        self.place = ""  # the exception's name and the line of the user's code
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.failure, str(self), self.again), vars(self)
 
 
 class Policy(Protocol):
-    """The model that is trained, as one episode sees it."""
+    """What one episode can ask of the model that is trained."""
 
     @property
     def max_row_tokens(self) -> int:
-        """The longest row that engine and trainer take, an answer included."""
+        """Tokens of the longest row that engine and trainer take, with an answer."""
 
     async def sample(
         self,
@@ -88,41 +88,41 @@ class Policy(Protocol):
         stop: Sequence[int] = (),
         cut: Callable[[Turn], Turn] | None = None,
     ) -> Turn:
-        """The model's next tokens after `token_ids`, the whole history, until a stop id.
+        """Sample the model's next tokens after `token_ids`, the whole history, until a stop id.
 
         `max_tokens` may only shorten the run's longest output, `stop` only add ids to the run's;
-        `cut` may end the turn earlier (`Turn.stopped`), by nothing but its tokens until there.
-        A turn that may not fit into a row is not asked for: the episode ends, with `length`.
+        `cut` may end the turn earlier (`Turn.stopped`), but must decide by its tokens up to there.
+        A turn that may not fit into a row is not sampled: the episode ends, with `length`.
         """
 
     def episode(self, *, is_cut: bool = False) -> Episode:
-        """The rows of all turns until now, what `play` returns; `is_cut`: the next had no room."""
+        """The rows of all turns so far, which `play` returns; `is_cut`: the next did not fit."""
 
 
 class Services(Protocol):
-    """Whatever else an episode needs: each is a role with workers."""
+    """What an episode can ask of other workers of the run."""
 
     @property
     def model(self) -> str:
-        """The run's: a folder, or a name on a hub."""
+        """The run's model: a folder, or a name on a hub."""
 
     async def verify(self, question: Question, episodes: Sequence[Episode]) -> tuple[Verdict, ...]:
-        """What the run's rewards say of the last turn of each episode."""
+        """Verdicts of the run's rewards for the last turn of each episode."""
 
     async def ask(self, role: str, method: str, request: object, *, cost: float = 1.0) -> Any:
-        """The answer of a worker of `role`."""
+        """The answer of a worker of `role`; `cost`: in units of that role's capacity."""
 
     def __getitem__(self, name: str) -> Callable[[object], Awaitable[Any]]:
-        """What asks a service of yours: `await services["calculator"]("1+2")`, see `Service`.
+        """A function that asks a service of yours: `await services["calculator"]("1+2")`.
 
-        A worker that is lost has its requests asked again elsewhere. Raises `EpisodeFailed` for a
-        service that fails, and for one that has no workers.
+        See `Service`. If a worker is lost, another one gets its requests. Calls raise
+        `EpisodeFailed` for a service that fails, and for one that has no workers.
         """
 
     async def reach(self, send: Callable[[], Awaitable[T]], *, is_idempotent: bool = False) -> T:
-        """What `send` gives, a request to a server of yours: sent again while that is away.
+        """The result of `send`, a request to a server of yours; repeated while that is away.
 
-        One that may have arrived is sent again only if it may arrive twice: `is_idempotent`.
+        A request that may have arrived is repeated only if it may arrive twice: `is_idempotent`.
         """
 
     async def judge(
@@ -134,9 +134,9 @@ class Services(Protocol):
         temperature: float = 0.0,
         max_tokens: int = 512,
     ) -> tuple[T, ...]:
-        """A verdict of each judge of --judges; who gives none is asked again.
+        """A verdict of each of these judges of --judges; a judge without one is asked again.
 
-        Raises `EpisodeFailed` for a judge that fails: it is never a grade.
+        Raises `EpisodeFailed` for a judge that fails: that is never a grade.
         """
 
     async def ask_judge(
@@ -147,21 +147,21 @@ class Services(Protocol):
         temperature: float = 1.0,
         max_tokens: int = 512,
     ) -> str:
-        """What the model of a judge says next, as when it plays a user; raises `EpisodeFailed`."""
+        """The next message of a judge's model, such as a played user; raises `EpisodeFailed`."""
 
     async def dialogue(self, *, tools: Sequence[ToolSpec] = ()) -> Dialogue:
         """A conversation with the policy in messages: `await dialogue.reply(policy, messages)`."""
 
 
 class Environment:
-    """Derive and write `play`; one object plays every episode of a worker, many at a time."""
+    """Derive and write `play`; one object plays all episodes of a worker, many at a time."""
 
     async def play(self, question: Question, policy: Policy, services: Services) -> Episode:
-        """One episode, which ends with `return policy.episode()`.
+        """Play one episode; ends with `return policy.episode()`.
 
-        What a tool says of a mistake of the model is something that the model reads. `ModelError`
-        ends the episode, graded as it stands, for what the model wrote; any other exception fails
-        its whole group; `EpisodeFailed` says which part did.
+        Let the model read what a tool says of its mistakes. Raise `ModelError` for a mistake that
+        ends the episode, which is then graded as it stands. Any other exception fails the whole
+        group; `EpisodeFailed` names the part that failed.
         """
         raise NotImplementedError(f"{type(self).__name__} must say how it plays")
 
@@ -170,17 +170,17 @@ class Environment:
     ) -> Sequence[Verdict]:
         """A verdict for each episode of a group, when all have ended.
 
-        By default the one that an episode has (`replace(policy.episode(), verdict=...)`), else the
-        rewards'.
+        By default those that the episodes have (`replace(policy.episode(), verdict=...)`), or the
+        rewards' if any has none.
         """
         own = [episode.verdict for episode in episodes if episode.verdict]
         return own if len(own) == len(episodes) else await services.verify(question, episodes)
 
 
 class SingleTurn(Environment):
-    """Played by the controller itself: all members of a group are one request to one engine."""
+    """The controller plays it itself: one request to one engine for all members of a group."""
 
     async def play(self, question: Question, policy: Policy, services: Services) -> Episode:
-        """The question, answered once."""
+        """Sample one answer to the question."""
         await policy.sample(question.input_token_ids)
         return policy.episode()

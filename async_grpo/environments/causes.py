@@ -1,18 +1,18 @@
-"""Whose doing a failure of an episode was, and what follows from it.
+"""What caused a failure of an episode, and what follows from the cause.
 
               before the policy's first token   after it
-    model     the episode is begun again        it ends there, and is graded as it stands
-    server    begun again when it is back       the same request again, if it surely did not arrive
+    model     the episode starts again          it ends there, and is graded as it stands
+    server    it starts again when it is back   the same request again, if it surely did not arrive
                                                 or may arrive twice; else as for state
-    state     begun again                       the whole group is played again, once
-    unknown   begun again                       the group fails
+    state     the episode starts again          the whole group is played again, once
+    unknown   the episode starts again          the group fails
     limit     the group fails                   the group fails
 
-After the first token no member of a group is ever sampled again alone: the try that is kept would
-be the one in which the model did not do what had failed.
+After the first token no member of a group is ever sampled again alone: such retries would select
+the episodes in which the model did not do what had failed.
 
-`reach` sends a request to a server again while that is away. It tells the controller, which has the
-type of questions stand still (`batching.failures`), and lets it wait so long.
+`reach` repeats a request to a server while that is away. Meanwhile it calls the controller, which
+holds questions of that dataset type (`batching.failures`) and decides how long `reach` may wait.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from async_grpo.types import Verdict
 from async_grpo.util.deadlines import SERVER_PROBE_S
 from async_grpo.util.errors import AsyncGrpoError, escaped
 
-TRIES = 3  # of an episode that has not begun
+TRIES = 3  # of an episode that has sampled nothing
 GROUP_TRIES = 2
-# By the names of classes, for clients' libraries need not be installed here.
+# Names of exception classes: the libraries that define them need not be installed here.
 NOT_SENT = frozenset(
     {"ConnectionRefusedError", "ServerAway", "gaierror"}
     | {"ConnectError", "ConnectTimeout", "PoolTimeout"}  # of httpx and requests
@@ -43,34 +43,35 @@ CUT = frozenset(
     | {"ProtocolError"}
 )
 NO_WAY = frozenset({errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH})
-HTTP_AWAY = {429: "not sent", 503: "not sent", 502: "cut", 504: "cut"}  # refused; nobody knows
+HTTP_AWAY = {429: "not sent", 503: "not sent", 502: "cut", 504: "cut"}  # refused; unknown
 T = TypeVar("T")
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 5.0  # between tries: 0.25, 0.5, 1, ... 5, 5, 5
-Tell = Callable[[str], Coroutine[object, object, None]]  # of an outage, while it is awaited
-TELL: ContextVar[Tell | None] = ContextVar("tell", default=None)  # of the episode that is played
+# Reports an outage, with its reason, to the controller for as long as it is awaited.
+Tell = Callable[[str], Coroutine[object, object, None]]
+TELL: ContextVar[Tell | None] = ContextVar("tell", default=None)  # of the task's episode
 
 
 class ModelError(Exception):
-    """What the model wrote cannot be carried out: its episode ends there, graded as it stands."""
+    """What the model wrote cannot be carried out: the episode ends and is graded as it stands."""
 
     def __init__(self, message: str = "", *, verdict: Verdict | None = None) -> None:
-        """`verdict`: of an environment whose episodes have one of their own."""
+        """`verdict`: the episode's, in an environment whose episodes have verdicts."""
         super().__init__(message)
         self.verdict = verdict
 
 
 class Cause(StrEnum):
-    """Whose doing it was."""
+    """What caused a failure."""
 
     MODEL = "model"
-    SERVER = "server"  # one refuses, resets, or does not answer
-    STATE = "state"  # what the episode had built up is gone
-    UNKNOWN = "unknown"  # nobody said
-    LIMIT = "limit"  # the user's own
+    SERVER = "server"  # it refuses, resets, or does not answer
+    STATE = "state"  # the state that the episode had built up is lost
+    UNKNOWN = "unknown"
+    LIMIT = "limit"  # one that the user has set
 
 
 class Next(StrEnum):
-    """What follows."""
+    """What follows from a failure."""
 
     END = "end the episode"
     REQUEST = "ask the same again"
@@ -82,9 +83,9 @@ class Next(StrEnum):
 def decide(
     cause: Cause, *, has_sampled: bool, is_repeatable: bool = False, num_tries: int = 1
 ) -> Next:
-    """What follows from a failure, the `num_tries`-th of its episode, or its group.
+    """What follows from a failure, the `num_tries`-th of its episode or group.
 
-    `has_sampled`: a turn has been asked for. `is_repeatable`: see there.
+    `has_sampled`: the episode has requested a turn. `is_repeatable`: see the function.
 
     >>> decide(Cause.UNKNOWN, has_sampled=False), decide(Cause.UNKNOWN, has_sampled=True)
     (<Next.MEMBER: 'begin the episode again'>, <Next.FAIL: 'fail the group'>)
@@ -103,26 +104,26 @@ def decide(
 
 
 def cause_of(error: BaseException) -> Cause:
-    """The cause that an exception tells of, itself or what it was raised from.
+    """The cause of an exception, by its type, its attributes and what it was raised from.
 
     >>> cause_of(ConnectionResetError()), cause_of(KeyError("x")), cause_of(ModelError("x"))
     (<Cause.SERVER: 'server'>, <Cause.UNKNOWN: 'unknown'>, <Cause.MODEL: 'model'>)
     """
     if isinstance(error, ModelError):
         return Cause.MODEL
-    found = getattr(error, "cause", None)  # of an `EpisodeFailed`, or whatever is derived from it
+    found = getattr(error, "cause", None)  # an `EpisodeFailed` has one
     if isinstance(found, Cause):
         return found
     return Cause.SERVER if request_of(error) else Cause.UNKNOWN
 
 
 def is_repeatable(error: BaseException, *, is_idempotent: bool) -> bool:
-    """Whether the request that failed so may be sent again: it did not arrive, or may do twice."""
+    """Whether the failed request may be repeated: it did not arrive, or may arrive twice."""
     return request_of(error) == "not sent" or (is_idempotent and cause_of(error) is Cause.SERVER)
 
 
 def request_of(error: BaseException) -> Literal["not sent", "cut", ""]:
-    """What became of the request to a server that failed so; empty: the failure is another one.
+    """What became of the request to a server that failed; empty: no request failed.
 
     >>> request_of(ConnectionRefusedError()), request_of(ConnectionResetError())
     ('not sent', 'cut')
@@ -130,7 +131,7 @@ def request_of(error: BaseException) -> Literal["not sent", "cut", ""]:
     ''
     """
     if isinstance(getattr(error, "cause", None), Cause):
-        return ""  # who has raised it knows more
+        return ""  # the code that raised it has classified it
     kinds = [_kind(each) for each in _chain(error)]
     return "not sent" if "not sent" in kinds else "cut" if "cut" in kinds else ""
 
@@ -138,7 +139,7 @@ def request_of(error: BaseException) -> Literal["not sent", "cut", ""]:
 def _kind(error: BaseException) -> str:
     names = {kind.__name__ for kind in type(error).__mro__}
     if isinstance(error, AsyncGrpoError) and "ServerAway" not in names:
-        return ""  # of this cluster, which has waited for it already
+        return ""  # a worker of this run, for which the controller has waited already
     answer = getattr(error, "response", None)
     statuses = [getattr(error, name, None) for name in ("code", "status", "status_code")]
     statuses.append(getattr(answer, "status_code", None))
@@ -150,7 +151,7 @@ def _kind(error: BaseException) -> str:
 
 
 def address_of(error: BaseException) -> tuple[str, int] | None:
-    """Of the server that failed so, which clients' frames hold; None where none does."""
+    """Host and port of the server that failed, out of the frames of its client; None: unknown."""
     for each in _chain(error):
         frames = [frame.f_locals for frame, _ in walk_tb(each.__traceback__)]
         clients = [getattr(names.get("self"), "__dict__", {}) for names in frames]
@@ -164,7 +165,7 @@ def address_of(error: BaseException) -> tuple[str, int] | None:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """It, and what it was raised from, as clients' libraries say it."""
+    """The error and what it was raised from, wherever clients' libraries store that."""
     if error is None:
         return
     yield error
@@ -175,22 +176,22 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 class Outage:
-    """A server is away, which everybody knows until `close`."""
+    """A server is away; the controller knows until `close`."""
 
     def __init__(self, telling: Coroutine[object, object, None]) -> None:
-        self._told = asyncio.create_task(telling, name="outage")
+        self._telling = asyncio.create_task(telling, name="outage")
         self._pause_s = FIRST_PAUSE_S
 
     async def pause(self) -> None:
-        """Before the next try; raises when nobody may wait any longer."""
-        await asyncio.wait({self._told}, timeout=self._pause_s)
-        if self._told.done():
-            self._told.result()
+        """Wait before the next try; raises when the controller ends the waiting."""
+        await asyncio.wait({self._telling}, timeout=self._pause_s)
+        if self._telling.done():
+            self._telling.result()
         self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
 
     def close(self) -> None:
-        """It is back, or nobody waits for it any more."""
-        self._told.cancel()
+        """End the report: the server is back, or the caller gives up."""
+        self._telling.cancel()
 
 
 async def reach(
@@ -201,17 +202,17 @@ async def reach(
     tell: Tell | None = None,
     check: Callable[[Exception], None] = lambda error: None,
 ) -> T:
-    """What `send` gives, which is called again while its server is away.
+    """The result of `send`, which is called again while its server is away.
 
-    Raises the first error that is another one, any where no episode is played, and what `check`
-    raises of one before it is sent again.
+    Raises the first error with another cause, any error outside of an episode, and what `check`
+    raises before a request is repeated.
     """
     tell, outage = tell or TELL.get(), None
     try:
         while True:
             try:
                 return await send()
-            except Exception as error:  # of the user's code
+            except Exception as error:  # the user's code may raise anything
                 may_repeat = is_repeatable(error, is_idempotent=is_idempotent)
                 follows = decide(cause_of(error), has_sampled=True, is_repeatable=may_repeat)
                 if not tell or follows is not Next.REQUEST:
@@ -225,9 +226,9 @@ async def reach(
 
 
 async def until_back(error: BaseException, tell: Tell) -> None:
-    """Wait for the server whose failure was `error`, as long as it refuses to be connected with.
+    """Wait until the server that failed with `error` accepts a connection.
 
-    What was asked of it cannot be asked again from here.
+    Its address is that of `address_of`; the failed request itself cannot be repeated from here.
     """
     if address := address_of(error):
 

@@ -1,13 +1,13 @@
-"""Plays the episodes of groups in a user's environment, whose code runs in this process alone.
+"""Plays episodes in a user's environment, whose code runs in processes of this class only.
 
 consumes:     requests for the episodes of one group, one lease each
-produces:     their episodes, and a verdict for each
+produces:     the episodes, with a verdict for each
 waits for:    the episodes, see play.py
 unblocked by: their ends, or the end of the lease
 
-The user's code has a thread and an event loop of its own: what blocks there holds up the other
-episodes of this worker, but not the pings that say that it lives. What an episode asks for goes to
-the controller, which leases a worker, and brings its answer.
+The user's code runs in a separate thread with an event loop: code that blocks there delays the
+other episodes of this worker, but not the answers to pings. Requests of an episode go to the
+controller, which leases a worker and returns its answer.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from async_grpo.util.deadlines import LEASE_S
 from async_grpo.util.errors import WorkerError
 from async_grpo.util.user_code import UserCode
 
-# Python's own but for the last. Looking through all objects, half a million with transformers,
-# takes 0.2 s in which no episode goes on; that is to be after 7 million new ones.
+# Python's thresholds but for the last. A full collection takes 0.2 s with the half million objects
+# of transformers, and no episode goes on meanwhile: it is to run once in 7 million new objects.
 COLLECTION = (700, 10, 1_000)
 
 
@@ -52,9 +52,9 @@ class EnvironmentWorker:
         lease_s: float = LEASE_S,
         confinement: Callable[[], dict[str, str]] = dict,
     ) -> None:
-        """`capacity` in episodes that are played at a time; `ask` is told whose a question is.
+        """`capacity`: episodes at a time; `ask` gets the group's request before its arguments.
 
-        `confinement` makes of this process what it may be, and tells of it: see `WorkerInfo`.
+        `confinement` confines this process, and returns the field of `WorkerInfo`.
         """
         gc.set_threshold(*COLLECTION)
         self._ask = ask
@@ -68,9 +68,9 @@ class EnvironmentWorker:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="play", daemon=True)
         self._thread.start()
-        self._came_round = threading.Event()  # the loop, since `_looked_s`
-        self._came_round.set()
-        self._looked_s = 0.0
+        self._has_run = threading.Event()  # the loop ran a callback since `_checked_s`
+        self._has_run.set()
+        self._checked_s = 0.0
 
     async def info(self) -> WorkerInfo:
         """Who this worker is."""
@@ -85,10 +85,10 @@ class EnvironmentWorker:
         )
 
     async def ping(self, after_s: float = 0.0) -> Pulse:
-        """How far each group is, `after_s` from now.
+        """The progress of each group, `after_s` from now.
 
-        Raises `WorkerError`, which has this process replaced, when the user's code has held its
-        thread for as long as an episode may ask for nothing.
+        Raises `WorkerError`, so that this process is replaced, when the user's code has blocked its
+        thread for longer than an episode may wait for nothing.
         """
         await asyncio.sleep(after_s)
         groups = {lease: group for lease, (group, _) in self._playing.items()}
@@ -98,15 +98,15 @@ class EnvironmentWorker:
         return Pulse("none", self._num_tokens, requests)
 
     async def abort_all(self) -> None:
-        """End all episodes."""
+        """Cancel all episodes."""
         for _, playing in self._playing.values():
             playing.cancel()
 
     async def play(self, request: EpisodesRequest) -> PlayedGroup:
-        """The episodes of one group, graded.
+        """Play and grade the episodes of one group.
 
         Raises:
-            EpisodeFailed: one of them could not be played or graded; none of the group counts.
+            EpisodeFailed: one of them could not be played or graded, so the group is lost.
             ConfigError: the environment cannot be made in this process.
         """
         group = GroupPlay(request, partial(self._ask, request), find_renderer)
@@ -122,19 +122,19 @@ class EnvironmentWorker:
         return played
 
     async def _play(self, group: GroupPlay) -> PlayedGroup:
-        """In the thread of the user's code, which is where it is imported too."""
+        """Run in the thread of the user's code, which imports it too."""
         code = group.request.environment
         if code not in self._environments:
             self._environments[code] = make_environment(code)
         return await group.run(self._environments[code])
 
     def _held_s(self) -> float:
-        """For how long the thread has kept its loop from coming round; 0 when it has."""
-        if not self._came_round.is_set():
-            return time.monotonic() - self._looked_s
-        self._came_round.clear()
-        self._looked_s = time.monotonic()
-        self._loop.call_soon_threadsafe(self._came_round.set)
+        """For how long the user's code has blocked its event loop; 0: the loop runs."""
+        if not self._has_run.is_set():
+            return time.monotonic() - self._checked_s
+        self._has_run.clear()
+        self._checked_s = time.monotonic()
+        self._loop.call_soon_threadsafe(self._has_run.set)
         return 0.0
 
     def _check_held(self, held_s: float, requests: Sequence[EpisodesRequest]) -> None:

@@ -1,6 +1,6 @@
-"""One episode: its policy, whose turns become rows, and the services that it asks.
+"""One episode: its policy, whose turns become rows, and its services.
 
-A row is what is trained as one sequence.
+A row is a sequence that is trained as one.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -27,7 +27,6 @@ from async_grpo.types import (
     EpisodesRequest,
     GenerationRequest,
     GradingRequest,
-    JudgeAnswer,
     JudgeRequest,
     OutageRequest,
     Question,
@@ -45,20 +44,20 @@ from async_grpo.util.waiting import TRIES, ask_again, together
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 V = TypeVar("V")
-Ask = Callable[..., Awaitable[Any]]  # role, method, request, *, cost: the answer of a worker
-FindRenderer = Callable[[str, str], Renderer]  # of a model, and a name of --renderer
-# (history, its sampling, the worker that holds its longest prefix or "") -> a turn.
+Ask = Callable[..., Awaitable[Any]]  # (role, method, request, *, cost) -> a worker's answer
+FindRenderer = Callable[[str, str], Renderer]  # (model, name of --renderer) -> renderer
+# (history, its sampling, the worker that caches its longest prefix or "") -> a turn.
 Generate = Callable[[NDArray[np.int32], SamplingContract, str], Awaitable[Turn]]
 AFTER_LOSS_S = 1.0
 MAX_REASON_CHARACTERS = 500
 
 
 class NoRoom(Exception):
-    """The next turn may not fit into a row; `play` lets it pass, and the episode ends."""
+    """The next turn may not fit into a row: the episode ends, unless `play` catches this."""
 
 
 class _OpenRow:
-    """A row that later turns may extend."""
+    """A row to which later turns may be added."""
 
     def __init__(self, prompt: NDArray[np.int32]) -> None:
         self.history = prompt  # [P + L]
@@ -71,9 +70,9 @@ class _OpenRow:
         return np.array_equal(token_ids[: len(self.history)], self.history)
 
     def extend(self, token_ids: NDArray[np.int32], turn: Turn) -> int:
-        """`token_ids` were read, of which the new ones are not trained; `turn` was sampled.
+        """Add a turn after `token_ids`, whose new tokens are not trained.
 
-        Where in the output the turn begins.
+        Returns the index in the output at which the turn begins.
         """
         num_read = len(token_ids) - len(self.history)
         self._logprobs += [np.zeros(num_read, np.float32), turn.logprobs]
@@ -98,27 +97,27 @@ class _OpenRow:
 
 
 class EpisodePolicy:
-    """The policy of one episode: asks for turns, and keeps each of them in exactly one row.
+    """The policy of one episode: requests turns, and keeps each of them in exactly one row.
 
-    A history that extends a row continues it. One that does not, because it was rewritten, begins
-    another row, whose prompt it is: nothing of it is trained again.
+    A turn whose history extends a row is added to it. A history that was rewritten becomes the
+    prompt of another row: no token of it is trained again.
     """
 
     def __init__(
         self, generate: Generate, *, sampling: SamplingContract, max_row_tokens: int
     ) -> None:
-        """`max_row_tokens`: the longest row that engine and trainer take."""
+        """`max_row_tokens`: of the longest row that engine and trainer take."""
         self._generate = generate
         self._sampling = sampling
         self.max_row_tokens = max_row_tokens
         self._rows: list[_OpenRow] = []
         self._turns: list[Turn] = []
-        self._places: list[tuple[int, int]] = []
-        self._shown: Episode | None = None
+        self._places: list[tuple[int, int]] = []  # of each turn: its row, and where it begins
+        self._shown: Episode | None = None  # the latest return value of `episode`
 
     @property
     def num_tokens(self) -> int:
-        """Sampled until now, in whole turns."""
+        """Tokens of the turns so far."""
         return sum(len(turn.token_ids) for turn in self._turns)
 
     async def sample(
@@ -151,7 +150,7 @@ class EpisodePolicy:
         return turn
 
     def episode(self, *, is_cut: bool = False) -> Episode:
-        """The rows of all turns; `is_cut`: the next one did not fit."""
+        """See `Policy`."""
         rows = tuple(row.row() for row in self._rows)
         places = tuple(self._places)
         self._shown = Episode(rows, tuple(self._turns), is_cut, places=places)
@@ -162,7 +161,7 @@ class EpisodePolicy:
         return self._shown or self.episode()
 
     def masked_as(self, episode: Episode) -> Episode:
-        """The episode as it was recorded, with masks and verdict of one without a complaint."""
+        """The recorded episode with the masks and verdict of `episode`, which has no complaint."""
         own = self._ended
         if episode is own:
             return own
@@ -171,9 +170,9 @@ class EpisodePolicy:
         return replace(own, rows=tuple(rows), verdict=episode.verdict)
 
     def complaint(self, episode: Episode) -> str:
-        """Why an environment may not return this as the episode that it has played; empty: it may.
+        """Why an environment may not return this episode; empty: it may.
 
-        It may mask more than `episode` did, and nothing else.
+        It may mask more tokens than the recorded one, and change nothing else.
         """
         own = self._ended
         if len(episode.rows) != len(own.rows):
@@ -207,31 +206,23 @@ def _same_tokens(row: Row, other: Row) -> bool:
     )
 
 
+@dataclass(eq=False)
 class EpisodeServices:
-    """See `Services`: as one episode, or the grading, sees them; knows when it waits for none."""
+    """See `Services`: those of one episode, or of the grading; knows when nothing is awaited."""
 
-    def __init__(
-        self,
-        request: EpisodesRequest,
-        ask: Ask,
-        find_renderer: FindRenderer,
-        index: int,
-        outage: Outage | None,
-    ) -> None:
-        """`outage`: that kept the try before from a first turn."""
-        self._outage = outage
-        self._request = request
-        self._ask = ask
-        self._find_renderer = find_renderer
-        self.index = index  # of the episode in its group
-        self.num_turns = 0  # asked for
-        self.asks = 0  # unanswered
-        self.num_tokens = 0  # of the turns that have come
-        self._idle_since_s = time.monotonic()
-        self.judged: list[tuple[object, ...]] = []  # the verdicts of several judges on one thing
+    _request: EpisodesRequest
+    _ask: Ask
+    _find_renderer: FindRenderer
+    index: int  # of the episode in its group
+    _outage: Outage | None  # which made the previous try fail before its first turn
+    num_turns: int = 0  # requested
+    asks: int = 0  # unanswered
+    judged: list[tuple[object, ...]] = field(default_factory=list)  # verdicts of several judges
+    _idle_since_s: float = field(default_factory=time.monotonic)
 
     @property
     def idle_s(self) -> float:
+        """For how long the environment has waited for nothing; 0: it waits for an answer."""
         return 0.0 if self.asks else time.monotonic() - self._idle_since_s
 
     @property
@@ -248,7 +239,7 @@ class EpisodeServices:
 
     @contextmanager
     def _busy(self) -> Iterator[None]:
-        """Within, the environment waits for what it has asked for."""
+        """Within, the environment waits for an answer."""
         self.asks += 1
         try:
             yield
@@ -257,7 +248,10 @@ class EpisodeServices:
             self._idle_since_s = time.monotonic()
 
     async def tell(self, why: str) -> None:
-        """That this waits for a server, until it is cancelled; raises when it may no longer."""
+        """Report that the episode waits for a server, until cancelled.
+
+        Raises `EpisodeFailed` when the controller ends the waiting.
+        """
         kind = self._request.question.dataset_type
         request = OutageRequest(kind, why[:MAX_REASON_CHARACTERS])
         try:
@@ -272,7 +266,7 @@ class EpisodeServices:
     async def dialogue(self, *, tools: Sequence[ToolSpec] = ()) -> Dialogue:
         """See `Services`."""
         request = self._request
-        # Only the first to chat with a model waits for its tokenizer.
+        # Only the first dialogue with a model waits for its tokenizer.
         with self._busy():
             renderer = await asyncio.to_thread(self._find_renderer, request.model, request.renderer)
         return Dialogue(renderer, tools=tools)
@@ -283,19 +277,15 @@ class EpisodeServices:
             VerificationRequest(self._request.ordinal, index, question, episode.turns[-1])
             for index, episode in enumerate(episodes)
         )
-        asked = GradingRequest(outputs)
-        verdicts: tuple[Verdict, ...] = await self.ask(
-            VERIFIER, "verify", asked, cost=float(len(outputs))
-        )
-        return verdicts
+        return await self.ask(VERIFIER, "verify", GradingRequest(outputs), cost=float(len(outputs)))
 
     async def turn(
         self, history: NDArray[np.int32], sampling: SamplingContract, prefer: str
     ) -> Turn:
-        """A turn, if possible by the worker `prefer`; one that was lost is sampled again."""
+        """Sample a turn, if possible on the worker `prefer`; a lost turn is sampled again."""
         request = self._request
         seed = None
-        if request.seed is not None:  # numpy's own way from several numbers to one
+        if request.seed is not None:  # numpy makes one number of several
             words = np.random.SeedSequence((request.seed, self.index, self.num_turns))
             seed = int(words.generate_state(1, np.uint64)[0]) >> 1
         self.num_turns += 1
@@ -307,7 +297,6 @@ class EpisodeServices:
                 turns: tuple[Turn, ...] = await self._asked_again(
                     GENERATION, "generate", asked, version=request.oldest, prefer=prefer or None
                 )
-            self.num_tokens += sum(len(turn.token_ids) for turn in turns)
             return turns[0]
         except AsyncGrpoError as error:
             is_late = isinstance(error, DeadlineError)
@@ -328,9 +317,9 @@ class EpisodeServices:
         max_tokens: int = 512,
     ) -> tuple[V, ...]:
         """See `Services`."""
-        how = {"temperature": temperature, "max_tokens": max_tokens}
-        asked = [self._verdict(name, messages, form, **how) for name in names]
-        verdicts = tuple(await together(asked, name="judge"))
+        request = JudgeRequest(form.asked(messages), temperature, max_tokens)
+        work = [self._verdict(name, form, request) for name in names]
+        verdicts = tuple(await together(work, name="judge"))
         if len(verdicts) > 1:
             self.judged.append(verdicts)
         return verdicts
@@ -344,14 +333,12 @@ class EpisodeServices:
         max_tokens: int = 512,
     ) -> str:
         """See `Services`."""
-        return await self._said(name, JudgeRequest(tuple(messages), temperature, max_tokens))
+        request = JudgeRequest(tuple(messages), temperature, max_tokens)
+        return await self._judge_answer(name, request)
 
-    async def _verdict(
-        self, name: str, messages: Sequence[Message], form: VerdictForm[V], **how: Any
-    ) -> V:
-        request = JudgeRequest(form.asked(messages), **how)
+    async def _verdict(self, name: str, form: VerdictForm[V], request: JudgeRequest) -> V:
         for _ in range(TRIES):
-            answer = await self._said(name, request)
+            answer = await self._judge_answer(name, request)
             try:
                 return form.verdict(answer)
             except ValueError as error:
@@ -361,29 +348,29 @@ class EpisodeServices:
         message = f"judge {name} gave no verdict {TRIES} times, the last time: {problem}"
         raise EpisodeFailed(FailureClass.JUDGE, message)
 
-    async def _said(self, name: str, request: JudgeRequest) -> str:
+    async def _judge_answer(self, name: str, request: JudgeRequest) -> str:
         known = self._request.judges
         if name not in known:
             message = f"judge {name!r} must be one of --judges {','.join(known)!r}: name it there"
             raise EpisodeFailed(FailureClass.ENVIRONMENT, message)
-        answer: JudgeAnswer = await self._answer(judge(name), request, FailureClass.JUDGE)
-        return answer.text
+        return (await self._answer(judge(name), request, FailureClass.JUDGE)).text
 
     def __getitem__(self, name: str) -> Callable[[object], Awaitable[Any]]:
         """See `Services`."""
-        return partial(self._served, name)
 
-    async def _served(self, name: str, content: object) -> object:
-        request = ServiceRequest(packed(content))
-        return unpacked(await self._answer(service(name), request, FailureClass.SERVICE))
+        async def answer(content: object) -> object:
+            request = ServiceRequest(packed(content))
+            return unpacked(await self._answer(service(name), request, FailureClass.SERVICE))
+
+        return answer
 
     async def _answer(self, role: str, request: object, failure: FailureClass) -> Any:
-        """That of a worker of the role; one that was lost is asked for again elsewhere."""
+        """The answer of a worker of the role; if the worker is lost, of another one."""
         try:
             return await self.reach(
                 lambda: self._asked_again(role, "answer", request), is_idempotent=True
             )
-        except ConfigError as error:  # there is none of that name
+        except ConfigError as error:  # there is no such role
             raise EpisodeFailed(FailureClass.ENVIRONMENT, str(error)) from error
         except AsyncGrpoError as error:
             who = role.replace(":", " ")
@@ -391,7 +378,7 @@ class EpisodeServices:
             raise EpisodeFailed(failure, message) from error
 
     async def _asked_again(self, role: str, method: str, request: object, **where: Any) -> Any:
-        """See `ask_again`; a server that is away is nothing that another worker mends."""
+        """See `ask_again`; for a server that is away, no other worker is tried."""
         return await ask_again(
             lambda: self.ask(role, method, request, **where),
             lost=AsyncGrpoError,

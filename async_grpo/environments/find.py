@@ -1,6 +1,6 @@
-"""From the name that `--environment` gives to the environment: a shipped one, or a user's.
+"""Finds the environment that `--environment` names: a shipped one, or a user's.
 
-The trainer reads the user's text once, without running it; environment workers run it.
+The trainer reads the text of the user's code, without running it; environment workers run it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from async_grpo.util.user_code import UserCode, hash_imported, text_of
 
 SHIPPED = {"single_turn": SingleTurn}
 AGENT, VERIFIERS, OPENENV = "agent:", "verifiers:", "openenv:"
-# Names with words behind them, with an example of these; add-ons play them.
+# Prefixes of names that add-ons play, each with an example of the words that follow it.
 HOSTED = {
     AGENT: "python my_agent.py",
     VERIFIERS: "/path/to/its/python TASKSET",
@@ -27,9 +27,9 @@ HOSTED = {
 
 
 def users_environment(name: str, *, option: str = "--environment") -> UserCode | None:
-    """The text of the environment that `option` names; None for a shipped one.
+    """The code of the environment that `option` names; None for a shipped one.
 
-    Raises `ConfigError` for a name that is none.
+    Raises `ConfigError` for a name without an environment.
     """
     if name in SHIPPED:
         return None
@@ -39,7 +39,7 @@ def users_environment(name: str, *, option: str = "--environment") -> UserCode |
 
 
 def hash_files(code: UserCode, *, what: str) -> dict[str, str]:
-    """`UserCode.hashes`, of a command too: what its files import out of their own folders."""
+    """`UserCode.hashes`; for a command, of its files and what they import from their folders."""
     if not _prefix(code.name):
         return code.hashes(what)
     found = {what: code.sha256}
@@ -49,7 +49,7 @@ def hash_files(code: UserCode, *, what: str) -> dict[str, str]:
 
 
 def check_environments(names: Iterable[str]) -> None:
-    """Raise `ConfigError` for one that cannot be had."""
+    """Raise `ConfigError` for a name without an environment."""
     for name in sorted(names):
         code = users_environment(name)
         if code and not _prefix(name):
@@ -57,7 +57,7 @@ def check_environments(names: Iterable[str]) -> None:
 
 
 def grades_itself(name: str) -> bool:
-    """Whether the environment of that name asks no reward of the run's, by its text alone."""
+    """Whether the environment of that name needs no reward function, judged by its text."""
     code = users_environment(name)
     if code is None or _prefix(name):
         return _prefix(name) in (VERIFIERS, OPENENV)
@@ -65,24 +65,23 @@ def grades_itself(name: str) -> bool:
 
 
 def asked_services(name: str) -> tuple[str, ...]:
-    """Whom the environment of that name asks as `services["..."]`, by its text alone."""
+    """The names that the environment uses as `services["..."]`, judged by its text."""
     code = users_environment(name)
     return () if code is None or _prefix(name) else code.keys_of("services")
 
 
 def make_environment(code: UserCode) -> Environment:
-    """Import and make it: in the processes of environment workers only.
+    """Import the class and make its object; called in processes of environment workers only.
 
-    Raises `ConfigError` for what is no environment, or one that fails to be made.
+    Raises `ConfigError` for a class that is no environment, or that cannot be made.
     """
     if prefix := _prefix(code.name):
         code.require_same(_hosted(code.name, prefix))
-        made: Environment = add_on(f"environment.{prefix[:-1]}")(_words(code.name))
-        return made
+        return add_on(f"environment.{prefix[:-1]}")(_words(code.name))
     environment = code.load(Environment)
     try:
         return environment()
-    except Exception as error:  # the user's own code may raise anything
+    except Exception as error:  # the user's code may raise anything
         line = code.line_in(traceback.extract_tb(error.__traceback__))
         raise ConfigError(
             f"environment {code.name} cannot be made, {error!r} at {line}: correct it"
@@ -90,12 +89,15 @@ def make_environment(code: UserCode) -> Environment:
 
 
 def _prefix(name: str) -> str:
-    """Of `HOSTED`; empty for other names."""
+    """The one in `HOSTED` that begins the name; empty: none."""
     return next(filter(name.startswith, HOSTED), "")
 
 
 def _hosted(name: str, prefix: str) -> UserCode:
-    """The words with the texts of those that are files, which must be there wherever it is used."""
+    """The words after the prefix, and the texts of the files among them.
+
+    Raises `ConfigError` if there are no words, or a file cannot be read on this machine.
+    """
     try:
         words = [os.path.abspath(word) if os.path.isfile(word) else word for word in _words(name)]
         texts = [text_of(word) for word in words if word.endswith(".py")]

@@ -1,4 +1,4 @@
-"""Verdicts of judges, in a form that is read strictly. Pure.
+"""Forms of judges' verdicts, which are parsed strictly. Pure.
 
 verdicts = await services.judge(["strict", "kind"], messages, form=choice("good", "bad"))
 """
@@ -16,13 +16,13 @@ _LINE = re.compile(r"^VERDICT:(.*)$", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True)
 class VerdictForm(Generic[T]):
-    """What a judge must end its answer with."""
+    """The form of the verdict with which a judge must end its answer."""
 
-    wanted: str  # in words for the judge
+    wanted: str  # described for the judge
     read: Callable[[str], T]  # raises ValueError for anything else
 
     def asked(self, messages: Sequence[Mapping[str, object]]) -> tuple[Mapping[str, object], ...]:
-        """The messages, the last of them with what the answer must look like."""
+        """The messages, with the form of the answer added to the last one."""
         *before, last = messages
         how = f"End your answer with one line `VERDICT: X`, where X is {self.wanted}."
         return (*before, {**last, "content": f"{last['content']}\n\n{how}"})
@@ -30,12 +30,12 @@ class VerdictForm(Generic[T]):
     def asked_again(
         self, messages: Sequence[Mapping[str, object]], *, answer: str, problem: ValueError
     ) -> tuple[Mapping[str, object], ...]:
-        """The same conversation, after an answer that was no verdict."""
+        """The messages after an answer without a verdict, which ask for one again."""
         said = {"role": "assistant", "content": answer}
         return self.asked((*messages, said, {"role": "user", "content": f"No verdict: {problem}."}))
 
     def verdict(self, answer: str) -> T:
-        """What an answer says; raises `ValueError` unless exactly one line is a verdict.
+        """The verdict in an answer; raises `ValueError` unless exactly one line is one.
 
         >>> choice("good", "bad").verdict("The user writes VERDICT: good.\\nVERDICT: bad")
         'bad'

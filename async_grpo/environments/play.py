@@ -1,9 +1,9 @@
-"""The episodes of one group, played side by side in a user's environment, then graded.
+"""Plays the episodes of one group concurrently in a user's environment, then grades them.
 
 consumes:     a request for the episodes of one group, an environment, services
-produces:     the episodes and their verdicts, or `EpisodeFailed` naming what has failed
-waits for:    turns, verdicts and whatever else the environment asks of the services
-unblocked by: their answers; an environment that asks for nothing for too long
+produces:     the episodes and their verdicts, or `EpisodeFailed` with the part that failed
+waits for:    turns, verdicts and other answers of the services
+unblocked by: these answers; or an environment waits for none for too long
 """
 
 from __future__ import annotations
@@ -18,18 +18,8 @@ from dataclasses import replace
 from typing import TypeVar, get_args
 
 from async_grpo.config.roles import ENVIRONMENT
+from async_grpo.environments import causes
 from async_grpo.environments.base import Environment, EpisodeFailed, FailureClass
-from async_grpo.environments.causes import (
-    TELL,
-    Cause,
-    ModelError,
-    Next,
-    Outage,
-    Tell,
-    cause_of,
-    decide,
-    until_back,
-)
 from async_grpo.environments.episode import (
     MAX_REASON_CHARACTERS,
     Ask,
@@ -52,11 +42,11 @@ from async_grpo.util.waiting import together
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-LOOK_INTERVAL_S = 1.0  # at environments that ask for nothing
+LOOK_INTERVAL_S = 1.0  # between checks whether an environment waits for nothing
 
 
 class GroupPlay:
-    """One request in play."""
+    """Plays the episodes of one request."""
 
     def __init__(self, request: EpisodesRequest, ask: Ask, find_renderer: FindRenderer) -> None:
         self.request = request
@@ -65,21 +55,21 @@ class GroupPlay:
         self._policies: list[EpisodePolicy] = []
         self._members: list[EpisodeServices] = []
         self._again: dict[str, tuple[int, int]] = {}
-        self._stopped: dict[int, Verdict] = {}  # by what the model did, where nobody else grades
+        self._stopped: dict[int, Verdict] = {}  # of episodes that a `ModelError` ended, by index
         self._pings = 0
 
     def pulse(self, *, is_held: bool = False) -> RequestPulse:
-        """How far the group is; `is_held`: user code keeps everybody from going on.
+        """The progress of the group; `is_held`: user code blocks the event loop of all episodes.
 
-        A turn's tokens come when it ends. Until then its engine's own lease watches over it, and
-        here every ping counts as progress.
+        A turn's tokens arrive when it ends. Until then the lease of its engine watches it, and
+        each ping counts as progress here.
         """
         self._pings += not is_held and any(member.asks for member in self._members)
         num_tokens = sum(policy.num_tokens for policy in self._policies)
         return RequestPulse(num_tokens + self._pings, is_waiting=False)
 
     async def run(self, environment: Environment) -> PlayedGroup:
-        """Play and grade; the first failure that stays ends the group."""
+        """Play and grade; the first failure that is not retried ends the group."""
         work = (self._episode(environment, index) for index in range(self.request.num_samples))
         try:
             played = await together(work, name=f"episode-{self.request.ordinal}")
@@ -93,8 +83,8 @@ class GroupPlay:
         return PlayedGroup(episodes, verdicts, len(judged), disagreed, self._again)
 
     async def _episode(self, environment: Environment, index: int) -> Episode:
-        """One episode; what fails before the policy is asked for anything is begun again."""
-        outage: Outage | None = None
+        """Play one episode; a try that fails before its first turn is repeated."""
+        outage: causes.Outage | None = None
         try:
             for number in itertools.count(1):
                 member = self._joined(index, outage)
@@ -102,14 +92,14 @@ class GroupPlay:
                     return await self._played(environment, member)
                 except EpisodeFailed as error:
                     has_sampled = member.num_turns > 0
-                    follows = decide(error.cause, has_sampled=has_sampled, num_tries=number)
-                    if follows is not Next.MEMBER:
+                    follows = causes.decide(error.cause, has_sampled=has_sampled, num_tries=number)
+                    if follows is not causes.Next.MEMBER:
                         raise
                     logger.warning("an episode of question %d: %s", self.request.ordinal, error)
                     reason = f"{ENVIRONMENT}: {error.failure}"
                     self._again[reason] = self._again.get(reason, (0, 0))[0] + 1, 0
-                    if error.cause is Cause.SERVER:
-                        outage = outage or Outage(member.tell(str(error)))
+                    if error.cause is causes.Cause.SERVER:
+                        outage = outage or causes.Outage(member.tell(str(error)))
                 if outage:
                     await outage.pause()
         finally:
@@ -134,7 +124,7 @@ class GroupPlay:
             if not episode.turns:
                 raise self._failed(FailureClass.ENVIRONMENT, f"has no room: {error}") from error
             return episode
-        except ModelError as error:
+        except causes.ModelError as error:
             episode = policy.episode()
             if not episode.turns:
                 raise self._classified(FailureClass.ENVIRONMENT, error) from error
@@ -148,8 +138,8 @@ class GroupPlay:
                 what = f"took longer than --episode-timeout-s {request.episode_timeout_s:g}"
                 raise self._failed(FailureClass.TIMEOUT, what) from error
             failed = self._classified(FailureClass.ENVIRONMENT, error)
-            if failed.cause is Cause.SERVER and member.num_turns:
-                await until_back(error, member.tell)
+            if failed.cause is causes.Cause.SERVER and member.num_turns:
+                await causes.until_back(error, member.tell)
             raise failed from error
 
     def _accepted(self, returned: object, policy: EpisodePolicy) -> Episode:
@@ -162,7 +152,7 @@ class GroupPlay:
         return policy.masked_as(returned)
 
     def _all_with_verdicts(self, episodes: Sequence[Episode]) -> tuple[Episode, ...]:
-        """Where episodes have their own, one that the model's doing has stopped has one too."""
+        """If any episode has a verdict, those that a `ModelError` ended get one too."""
         if not any(episode.verdict for episode in episodes):
             return tuple(episodes)
         return tuple(
@@ -179,30 +169,30 @@ class GroupPlay:
             grade = environment.grade(self.request.question, episodes, member)
             return tuple(map(_plain, await self._unless_idle(grade, member)))
 
-        try:  # no token is sampled here: what failed for a server is asked again, and nothing else
+        try:  # no token is sampled here, so a failure of a server is retried; no other is
             verdicts = await member.reach(graded, is_idempotent=True)
         except Exception as error:  # the user's own code may raise anything
             failed = self._classified(FailureClass.JUDGE, error)
-            failed.cause = Cause.UNKNOWN
+            failed.cause = causes.Cause.UNKNOWN
             raise failed from error
         if len(verdicts) != len(episodes):
             what = f"must return {len(episodes)} verdicts, it returned {verdicts!r}"
             raise self._failed(FailureClass.JUDGE, what)
         return verdicts
 
-    def _joined(self, index: int = 0, outage: Outage | None = None) -> EpisodeServices:
+    def _joined(self, index: int = 0, outage: causes.Outage | None = None) -> EpisodeServices:
         self._members.append(
             EpisodeServices(self.request, self._ask, self._find_renderer, index, outage)
         )
         return self._members[-1]
 
     async def _unless_idle(self, work: Coroutine[object, object, T], member: EpisodeServices) -> T:
-        """What the user's `work` returns, however long it takes, while it asks for anything."""
+        """The result of the user's `work`, which may take any time, but not wait for nothing."""
         task = asyncio.create_task(_never_exiting(work, member.tell))
         try:
             while not (await asyncio.wait({task}, timeout=LOOK_INTERVAL_S))[0]:
                 if member.idle_s > self.request.idle_timeout_s:
-                    frame = getattr(work, "cr_frame", None)  # where it waits
+                    frame = getattr(work, "cr_frame", None)  # the line that waits
                     stack = [(frame, frame.f_lineno)] if frame else []
                     line = self.request.environment.line_in(traceback.StackSummary.extract(stack))
                     what = f"has asked for nothing for {member.idle_s:.0f} s, in {line}"
@@ -214,29 +204,29 @@ class GroupPlay:
             task.cancel()
 
     def _classified(self, failure: FailureClass, error: Exception) -> EpisodeFailed:
-        """The error with the user's own line, as far down as it goes."""
+        """The error as an `EpisodeFailed` that names the last line of the user's code."""
         code = self.request.environment
         line = code.line_in(traceback.extract_tb(error.__traceback__))
-        if isinstance(error, EpisodeFailed):  # or the user's own kind of it, of any class
+        if isinstance(error, EpisodeFailed):  # a subclass of the user's may have any `failure`
             known = error.failure in list(FailureClass)
             failure = FailureClass(error.failure) if known else failure
             at = f" at {line}" if code.place in line else ""
             failed = EpisodeFailed(failure, shortened(f"{error}{at}"), cause=error.cause)
         else:
-            failed = self._failed(failure, f"raised {error!r} at {line}", cause=cause_of(error))
+            cause = causes.cause_of(error)
+            failed = self._failed(failure, f"raised {error!r} at {line}", cause=cause)
         failed.place = f"{type(error).__name__} {line}"
         return failed
 
     def _failed(
-        self, failure: FailureClass, what: str, *, cause: Cause | None = None
+        self, failure: FailureClass, what: str, *, cause: causes.Cause | None = None
     ) -> EpisodeFailed:
-        what = shortened(what)
         who = f"{self.request.environment.name} of question {self.request.ordinal}"
-        return EpisodeFailed(failure, f"environment {who} {what}", cause=cause)
+        return EpisodeFailed(failure, f"environment {who} {shortened(what)}", cause=cause)
 
 
 def shortened(text: str) -> str:
-    """A reason that is not too long: who has failed, and the end, where the error is named.
+    """A reason of bounded length: its start, which names what failed, and its end, the error.
 
     >>> shortened("agent.py: " + "x" * 9000 + " KeyError")[-24:]
     'xxxxxxxxxxxxxxx KeyError'
@@ -248,9 +238,9 @@ def shortened(text: str) -> str:
 
 
 def _plain(verdict: object) -> Verdict:
-    """A copy that every process can read, for what user code makes may be anything.
+    """A copy with plain values, which every process can unpickle.
 
-    Raises `ValueError` for what is no verdict.
+    Raises `ValueError` for anything but a valid verdict.
     """
     if not isinstance(verdict, Verdict) or verdict.status not in get_args(VerdictStatus):
         raise ValueError(f"a verdict must be a Verdict of a known status, got {verdict!r}")
@@ -268,9 +258,9 @@ def _plain(verdict: object) -> Verdict:
     )
 
 
-async def _never_exiting(work: Coroutine[object, object, T], tell: Tell) -> T:
-    """These two of a task would end the loop of all episodes."""
-    TELL.set(tell)  # of this task, and of those that it starts
+async def _never_exiting(work: Coroutine[object, object, T], tell: causes.Tell) -> T:
+    """`work` without these two exceptions, which would end the event loop of all episodes."""
+    causes.TELL.set(tell)  # for this task, and those that it starts
     try:
         return await work
     except (SystemExit, KeyboardInterrupt) as error:

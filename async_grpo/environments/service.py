@@ -1,4 +1,4 @@
-"""A service: workers of the user's own, which environments ask as `services["calculator"]`.
+"""Services: workers with a class of the user's, called as `services["calculator"]`.
 
     class Calculator(Service):
         capacity = 64
@@ -7,8 +7,8 @@
             return evaluate(request)
 
 consumes:     requests, at most `capacity` at a time
-produces:     what the class answers
-waits for:    the class, whose code runs in this process alone
+produces:     the answers of the class
+waits for:    the class, whose code runs in processes of this worker only
 unblocked by: its answer, or the deadline
 """
 
@@ -32,21 +32,21 @@ from async_grpo.util.user_code import UserCode
 
 
 class Service:
-    """Derive, say `capacity`, and write `answer`: one object answers all requests of a worker.
+    """Derive, set `capacity`, and write `answer`: one object answers all requests of a worker.
 
-    It is made without arguments, in the process of its worker, and loads there what it needs.
+    The worker makes it without arguments in its process, where it loads what it needs.
     """
 
     capacity: int  # requests that a worker answers at a time
-    devices: int = 0  # of each worker, on a machine that has any
-    answer_within_s: float = SERVICE_ANSWER_S  # else whoever asks gets an error
+    devices: int = 0  # that each worker gets, on a machine that has any
+    answer_within_s: float = SERVICE_ANSWER_S  # after that the caller gets an error
 
     async def answer(self, request: Any) -> Any:
         """The answer to a request; both are plain values, such as texts, lists, dicts and arrays.
 
-        A request whose worker was lost is asked again elsewhere. All requests of a worker share one
-        event loop: what blocks it goes to `await asyncio.to_thread(...)`. What is raised here fails
-        the group of whoever has asked: a mistake of the model is an answer too.
+        If a worker is lost, another one gets its requests. All requests of a worker share one event
+        loop: put code that blocks it into `await asyncio.to_thread(...)`. An exception fails the
+        group of the caller: return an answer for a mistake of the model.
         """
         raise NotImplementedError(f"{type(self).__name__} must say what it answers")
 
@@ -61,7 +61,7 @@ class ServiceWorker:
         stated: WorkerInfo,
         devices: Callable[[], tuple[str, ...]] = tuple,
     ) -> None:
-        """`make`: what answers, called here once; `stated`: what its dispatcher knows of it."""
+        """`make`: called here once; `stated`: `info` as far as the dispatcher knows it."""
         self._make = make
         self._stated = stated
         self._devices = devices
@@ -71,9 +71,9 @@ class ServiceWorker:
     async def info(self) -> WorkerInfo:
         """Who this worker is; answers once its service is made.
 
-        Raises `ConfigError` for a class that is no service, `WorkerError` for one that cannot be.
+        Raises `ConfigError` for a class that is no service, `WorkerError` if it cannot be made.
         """
-        with self._told("cannot be made:"):
+        with self._naming_line("cannot be made:"):
             self._service = await asyncio.to_thread(self._make)
         return replace(
             self._stated,
@@ -83,19 +83,19 @@ class ServiceWorker:
         )
 
     async def ping(self, after_s: float = 0.0) -> Pulse:
-        """This process lives; nobody knows how far an answer is."""
+        """That this process lives; the progress of an answer is not known."""
         await asyncio.sleep(after_s)
         return Pulse("none")
 
     async def abort_all(self) -> None:
-        """End every running request, for a caller that is gone."""
+        """Cancel every running request, when the caller is gone."""
         for answering in self._answering:
             answering.cancel()
 
     async def answer(self, request: object) -> object:
-        """One answer; one to a `ServiceRequest` is packed as that is.
+        """One answer; to a `ServiceRequest` it is packed as the request is.
 
-        Raises `WorkerError` for what the service raises, and `DeadlineError` where it is late.
+        Raises `WorkerError` for what the service raises, and `DeadlineError` if it is late.
         """
         answering = asyncio.create_task(self._answered(request), name="answer")
         self._answering.add(answering)
@@ -107,11 +107,11 @@ class ServiceWorker:
         assert service, "whoever has given no `info` is not asked"
         try:
             async with asyncio.timeout(service.answer_within_s):
-                with self._told("raised"):
+                with self._naming_line("raised"):
                     if not isinstance(request, ServiceRequest):
                         return await service.answer(request)
                     return packed(await service.answer(unpacked(request.content)))
-        except TimeoutError:  # the service's own has become another
+        except TimeoutError:  # one that the service raises is a `WorkerError` by now
             within = f"within {service.answer_within_s:g} s"
             raise DeadlineError(f"{self._who} gave no answer {within}") from None
 
@@ -120,18 +120,18 @@ class ServiceWorker:
         return f"{self._stated.role.replace(':', ' ')} of {self._stated.model_path}"
 
     @contextmanager
-    def _told(self, what: str) -> Iterator[None]:
-        """Within, whatever the service raises becomes an error that names its line."""
+    def _naming_line(self, what: str) -> Iterator[None]:
+        """Within, an exception of the user's becomes a `WorkerError` that names its line."""
         try:
             yield
         except AsyncGrpoError:
             raise
-        except (Exception, SystemExit) as error:  # the user's own code may raise anything
+        except (Exception, SystemExit) as error:  # the user's code may raise anything
             named = UserCode(self._stated.model_path, "")
             line = named.line_in(traceback.extract_tb(error.__traceback__))
             raise WorkerError(f"{self._who} {what} {error!r} at {line}") from error
 
 
 def make_service(code: UserCode) -> Service:
-    """Import and make it: in the processes of its workers only."""
+    """Import the class and make its object; called in processes of its workers only."""
     return code.load(Service)()
