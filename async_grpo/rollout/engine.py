@@ -1,6 +1,6 @@
-"""The one place that talks to vLLM: token ids in, token ids and log-probabilities out.
+"""An engine of a run, by vLLM: token ids in, token ids and log-probabilities out.
 
-An engine answers requests and takes new weights while it does; it knows neither Ray nor text.
+It takes new weights while it answers requests, and uses neither Ray nor text.
 """
 
 from __future__ import annotations
@@ -26,27 +26,9 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from async_grpo.config.worker_config import WorkerConfig
+from async_grpo.rollout import vllm_requests, weights_update
 from async_grpo.rollout.engine_args import USAGE, engine_args
-from async_grpo.rollout.vllm_requests import (
-    CanaryPass,
-    read_completion,
-    request_pulses,
-    sampling_params,
-)
-from async_grpo.rollout.weights_update import (
-    Fetch,
-    StagedWeights,
-    UpdateDelay,
-    cached_tokens,
-    fetch_ahead,
-)
-from async_grpo.types import (
-    GenerationRequest,
-    Pulse,
-    Turn,
-    WeightsSnapshot,
-    WeightsVersion,
-)
+from async_grpo.types import GenerationRequest, Pulse, Turn, WeightsSnapshot, WeightsVersion
 from async_grpo.util import deadlines
 from async_grpo.util.errors import WeightSyncError, WorkerError
 from async_grpo.weight_sync.buckets import check_whole
@@ -58,7 +40,7 @@ UNPUBLISHED = "default"  # vLLM's name for the weights it read from the folder
 
 @dataclass(frozen=True, slots=True)
 class _Running:
-    """A request that has no answer yet."""
+    """A request without an answer yet."""
 
     lease_id: int
     began_at: float  # by the monotonic clock
@@ -66,55 +48,55 @@ class _Running:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Loaded:
-    """What an update cost the engine, and how it scores the update's canary."""
+    """What an update cost the engine, and the engine's scores of the update's canary."""
 
-    pause_seconds: float  # generation stood still
-    recomputed_tokens: int  # of running requests, whose KV cache was thrown away
+    pause_seconds: float  # during which generation stood still
+    recomputed_tokens: int  # of running requests, whose KV cache was dropped
     kept_tokens: int  # of running requests, whose KV cache was kept
     canary: tuple[NDArray[np.float32], ...]
-    canary_problem: str  # what cannot be checked, and why; the weights serve all the same
-    received_bytes: int = 0  # out of the object store
+    canary_problem: str  # what cannot be checked, and why; the weights serve nevertheless
+    received_bytes: int = 0  # from the object store
 
 
 class EngineBrokenError(WorkerError):
-    """The engine's process died, or its weights are in doubt: it must not serve again."""
+    """The engine's process died, or its weights may be wrong: it must not serve again."""
 
 
 class Engine:
-    """One vLLM engine with its own processes."""
+    """One vLLM engine with its processes."""
 
     def __init__(self, config: WorkerConfig) -> None:
         self._llm = AsyncLLM.from_engine_args(engine_args(config), usage_context=USAGE)
         self.max_num_seqs: int = self._llm.vllm_config.scheduler_config.max_num_seqs
         self._request_ids = itertools.count()
-        self._running: dict[str, _Running] = {}  # by the name that vLLM knows it by
-        self._staging = StagedWeights()
-        self._delay = UpdateDelay(max_num_seqs=self.max_num_seqs)
+        self._running: dict[str, _Running] = {}  # by vLLM's id of the request
+        self._staging = weights_update.StagedWeights()
+        self._delay = weights_update.UpdateDelay(max_num_seqs=self.max_num_seqs)
         model_config = self._llm.model_config
         self.max_model_len: int = model_config.max_model_len
         self.vocab_size: int = model_config.get_vocab_size()
         self.dtype: str = str(model_config.dtype).removeprefix("torch.")
         self._shares_prompts = config.enable_prefix_caching
         self._keeps_caches = config.keep_kv_cache
-        self._is_read_back = False  # told what of the weights cannot be
+        self._has_read_back = False  # has asked once which weights it cannot read back
 
     @property
     def is_dead(self) -> bool:
-        """Whether the engine's process has ended; a caller without a request does not notice."""
+        """Whether the engine's process has ended."""
         return bool(self._llm.errored)
 
     def cpu_seconds(self) -> float:
-        """What the engine's processes have spent so far: it grows as long as they work."""
+        """CPU time of the engine's processes so far, which grows while they work."""
         spent_s = 0.0
         for process in psutil.Process().children(recursive=True):
-            with contextlib.suppress(psutil.Error):  # it has just ended
+            with contextlib.suppress(psutil.Error):  # the process has just ended
                 spent_s += sum(process.cpu_times()[:2])
         return spent_s
 
     async def generate(self, request: GenerationRequest) -> tuple[Turn, ...]:
-        """Sample `request.num_samples` outputs; their `text` is left empty.
+        """Sample `request.num_samples` outputs, with an empty `text`.
 
-        Whoever is cancelled here ends them in the engine.
+        Cancelling this call ends them in the engine.
 
         Raises:
             WorkerError: the request cannot fit the model, or the answer cannot be trained on.
@@ -126,16 +108,15 @@ class Engine:
         running = self._running[request_id] = _Running(request.lease_id, time.monotonic())
         try:
             with _alive():
-                answers = self._llm.generate(
-                    prompt, sampling_params(request), request_id, priority=request.priority
-                )
+                params = vllm_requests.sampling_params(request)
+                answers = self._llm.generate(prompt, params, request_id, priority=request.priority)
                 *_, final = [output async for output in answers]
         except (EngineGenerateError, ValueError) as error:
             raise WorkerError(f"vLLM refused question {request.ordinal}: {error}") from error
         finally:
             del self._running[request_id]
         self._delay.ended(began_at=running.began_at)
-        return tuple(read_completion(output) for output in final.outputs)
+        return tuple(vllm_requests.read_completion(output) for output in final.outputs)
 
     def _check_length(self, request: GenerationRequest) -> None:
         num_prompt, num_output = len(request.input_token_ids), request.sampling.max_tokens
@@ -146,12 +127,12 @@ class Engine:
                 "lower --max-generation-tokens"
             )
 
-    async def load(self, snapshot: WeightsSnapshot, fetch: Fetch) -> Loaded:
-        """Serve other weights from now on, and score the canary with them.
+    async def load(self, snapshot: WeightsSnapshot, fetch: weights_update.Fetch) -> Loaded:
+        """Serve these weights from now on, and score the canary with them.
 
         The buckets are fetched, verified and staged while generation goes on, then loaded in one
-        step, a little later where sequences are about to end; the others continue with the new
-        weights, their caches recomputed or, with `keep_kv_cache`, as they are.
+        step, a little later if sequences are about to end. The other sequences continue with the
+        new weights; their caches are recomputed or, with `keep_kv_cache`, kept.
 
         Raises:
             WeightSyncError: refused or incomplete; the old weights serve on.
@@ -162,7 +143,7 @@ class Engine:
         try:
             wanted = staging.begin(snapshot)
             await self._transfer("start_weight_update", self._llm.start_weight_update())
-            async with fetch_ahead(wanted, fetch) as fetched:
+            async with weights_update.fetch_ahead(wanted, fetch) as fetched:
                 indices = itertools.count()
                 async for _, data in fetched:
                     await asyncio.to_thread(staging.take, next(indices), data)
@@ -171,7 +152,7 @@ class Engine:
             await self._transfer("update_weights", mapping)
             if not self._keeps_caches:
                 await self._wait_for_ends()
-        except BaseException:  # cancelled too: the next update must find the engine ready
+        except BaseException:  # cancelled too: the engine must be ready for the next update
             staging.drop()
             await self._transfer("discard", self._llm.collective_rpc("discard_weight_update"))
             raise
@@ -185,12 +166,12 @@ class Engine:
         await self._delay.wait(began, lambda: len(states))
 
     async def devices(self) -> tuple[str, ...]:
-        """The identities of the NVIDIA devices that the engine's processes use, in their order."""
+        """The ids of the NVIDIA devices that the engine's processes use, in the order of these."""
         found = await self._transfer("device_id", self._llm.collective_rpc("device_id"))
         return tuple(device for device in found if device)
 
     async def open_route(self, init_info: dict[str, object], *, timeout_s: float) -> None:
-        """Meet the trainer over NCCL, for `apply`; generation waits meanwhile.
+        """Meet the trainer over NCCL, for `apply`; generation stands still meanwhile.
 
         Raises:
             WeightSyncError: the two cannot meet; the old weights serve on.
@@ -214,27 +195,27 @@ class Engine:
         update_info: dict[str, object] | None = None,
         timeout_s: float = deadlines.WEIGHTS_APPLIED_S,
     ) -> Loaded:
-        """Serve what was staged, or what `update_info` says will come over NCCL.
+        """Serve what was staged, or what arrives over NCCL as `update_info` describes.
 
-        Generation stands still meanwhile, and there is no way back.
+        Generation stands still meanwhile, and the old weights are lost.
 
         Raises:
             EngineBrokenError: the loading failed, or did not end in time.
         """
-        canary, paused_at = CanaryPass(self._llm, snapshot.canary), time.monotonic()
+        canary, paused_at = vllm_requests.CanaryPass(self._llm, snapshot.canary), time.monotonic()
         try:
             async with asyncio.timeout(timeout_s):
-                # The caches belong to the old weights and must not outlive them; where running
-                # sequences keep theirs (`KeptCaches`), nobody else finds them.
+                # The caches belong to the old weights: they are dropped, or (`KeptCaches`) only
+                # running sequences go on with theirs.
                 await self._llm.pause_generation(mode="keep", clear_cache=True)
                 cached = self._cached_tokens()
                 if update_info is not None:
                     await self._llm.start_weight_update()
                     await self._llm.update_weights(WeightTransferUpdateRequest(update_info))
                 await self._llm.finish_weight_update(weight_version=str(snapshot.version))
-                await canary.queue()  # before the others go on, or it would wait for a place
+                await canary.queue()  # before generation resumes, or it would wait for a place
                 await self._llm.resume_generation()
-        except BaseException as error:  # half-loaded weights must never serve, whatever happened
+        except BaseException as error:  # cancelled too: half-loaded weights must never serve
             raise EngineBrokenError(
                 f"loading weights {snapshot.version} failed: {error!r}"
             ) from error
@@ -247,12 +228,12 @@ class Engine:
         return Loaded(pause_seconds, recomputed, kept, scores, problem)
 
     async def _readback_problem(self) -> str:
-        """After the first update: what of later ones no `Readback` will tell."""
-        if self._is_read_back:
+        """After the first update: which weights of later ones `Readback` cannot check."""
+        if self._has_read_back:
             return ""
         call = self._llm.collective_rpc("unreadable_weights")
         names = sorted({*chain.from_iterable(await self._transfer("unreadable_weights", call))})
-        self._is_read_back = True
+        self._has_read_back = True
         if not names:
             return ""
         return (
@@ -262,15 +243,15 @@ class Engine:
 
     def _cached_tokens(self) -> int:
         states = self._llm.output_processor.request_states.values()
-        return cached_tokens(states, shares_prompts=self._shares_prompts)
+        return weights_update.cached_tokens(states, shares_prompts=self._shares_prompts)
 
     async def rename(self, version: WeightsVersion) -> None:
-        """What is served is called `version` from now on: weights and caches stay.
+        """Call the weights that are served `version` from now on; they and the caches stay.
 
         Raises:
             EngineBrokenError: the engine died, or does not answer.
         """
-        # What was sampled under the old name is still held back by the engine's process.
+        # The pause sends what was sampled under the old name, which the scheduler holds back.
         pausing = self._llm.pause_generation(mode="keep", clear_cache=False)
         await self._transfer("pause_generation", pausing)
         try:
@@ -291,15 +272,15 @@ class Engine:
             raise EngineBrokenError(
                 f"the engine did not answer {what} within {timeout_s:g} s"
             ) from None
-        except Exception as error:  # the engine's process sends its errors as bare text
+        except Exception as error:  # vLLM sends errors of its process as texts, without a type
             raise WeightSyncError(str(error)) from error
 
     async def abort(self) -> None:
-        """End every running request; their callers get what there is, marked `abort`."""
+        """End every running request; the callers get the tokens so far, marked `abort`."""
         await self._llm.abort(list(self._running))
 
     async def pulse(self) -> Pulse:
-        """The version served, and the tokens made for each request, by the process' own word.
+        """The version served, and the tokens of each request, as the engine's process reports.
 
         Raises:
             EngineBrokenError: the process has died.
@@ -309,7 +290,9 @@ class Engine:
             made, num_tokens, running = await self._llm.engine_core.call_utility_async("scheduler")
         names = self._llm.output_processor.external_req_ids
         sequences = [(it.lease_id, names.get(name, ())) for name, it in self._running.items()]
-        requests = request_pulses(sequences, num_tokens=num_tokens, running=set(running))
+        requests = vllm_requests.request_pulses(
+            sequences, num_tokens=num_tokens, running=set(running)
+        )
         return Pulse("none" if version == UNPUBLISHED else version, made, requests)
 
 

@@ -1,4 +1,4 @@
-"""The arguments that vLLM is started with, so that its log-probabilities can be trained on."""
+"""The arguments with which vLLM is started, so that its log-probabilities can be trained on."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from async_grpo.util.errors import ConfigError
 EXTENSION = "async_grpo.weight_sync.vllm_extension.WeightsExtension"
 TRANSFER_BACKEND = "staged_file"
 SCHEDULER: str | None = "async_grpo.rollout.scheduler.make_scheduler"
-# Whose defaults an engine takes on a device; its table has no row for engines without a server,
-# which would get 2048 prompt tokens a step.
+# vLLM chooses defaults by it: without a server an engine on a device would get 2048 prompt tokens a
+# step.
 USAGE = UsageContext.OPENAI_API_SERVER
 CPU_EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"  # "uni" becomes "mp" on CPU
-BESIDES_BYTES = 4 << 30  # of activations, CUDA graphs and the context of an engine on a device
+OVERHEAD_BYTES = 4 << 30  # activations, CUDA graphs and the context of an engine on a device
 
 
 def engine_args(config: WorkerConfig) -> AsyncEngineArgs:
-    """What the worker was asked for, and what training needs."""
+    """The arguments for the options of the worker, with those that training needs."""
     on_cpu = current_platform.is_cpu()
     dtype = config.dtype
     if dtype == "auto":  # vLLM's own choice would round a float32 model
         dtype = "float32" if on_cpu else "bfloat16"
-    # An engine that takes longer rows turns all of them by LongRoPE's long factors.
+    # An engine that takes longer rows would use LongRoPE's long factors for all rows.
     longest = config.max_model_len or longrope_positions(Path(config.model_path))
     args = AsyncEngineArgs(
         model=config.model_path,
@@ -45,14 +45,14 @@ def engine_args(config: WorkerConfig) -> AsyncEngineArgs:
         tensor_parallel_size=config.tensor_parallel_size,
         enable_prefix_caching=config.enable_prefix_caching,
         scheduler_cls=SCHEDULER,
-        scheduling_policy="priority",  # of equals the first comes first; the canary goes before all
+        scheduling_policy="priority",  # then first come, first served; the canary goes before all
         kv_cache_memory_bytes=int(config.kv_cache_gib * 2**30) or None,
         generation_config="vllm",  # nothing of the sampling comes from the model's folder
         logprobs_mode="processed_logprobs",  # at the sampling temperature
-        hf_overrides={"head_dtype": "float32"},  # logits as the trainer takes them, of any body
+        hf_overrides={"head_dtype": "float32"},  # logits as the trainer computes them
         skip_tokenizer_init=True,
         disable_log_stats=True,
-        # Left alone, vLLM may take Ray's executor inside an actor, and its own placement with it.
+        # By itself vLLM may take Ray's executor inside an actor, and another placement with it.
         distributed_executor_backend="mp" if config.tensor_parallel_size > 1 else None,
         worker_extension_cls=EXTENSION,
         weight_transfer_config={"backend": TRANSFER_BACKEND},
@@ -69,15 +69,15 @@ def engine_args(config: WorkerConfig) -> AsyncEngineArgs:
 
 
 def share_for_cache(config: WorkerConfig, *, device_bytes: Callable[[], int]) -> float:
-    """Of a device, for the weights and a KV cache of a given size; 0: vLLM is to fill the device.
+    """The share of a device for the weights and a KV cache of `kv_cache_gib`; 0 without that.
 
-    vLLM asks for so much free memory before it looks at the size of the cache.
+    vLLM requires so much free memory before it considers the size of the cache.
     """
     if not config.kv_cache_gib:
         return 0.0
     files = Path(config.model_path).glob("*.safetensors")
     weights = sum(file.stat().st_size for file in files) / config.tensor_parallel_size
-    needed = weights + config.kv_cache_gib * 2**30 + BESIDES_BYTES
+    needed = weights + config.kv_cache_gib * 2**30 + OVERHEAD_BYTES
     return min(needed / device_bytes(), WHOLE_SHARE)
 
 
@@ -85,8 +85,8 @@ def _for_cpu(args: AsyncEngineArgs, config: WorkerConfig) -> AsyncEngineArgs:
     args.max_num_seqs = config.capacity
     args.enforce_eager = True
     args.block_size = KV_BLOCK_TOKENS
-    # A seeded request whose prompt is cut in two winds back its generator, which a CPU generator
-    # cannot: the engine would die of it.
+    # A seeded request whose prompt is cut in two rewinds its generator. A CPU generator cannot, and
+    # the engine would die.
     args.enable_chunked_prefill = False
     model = args.create_model_config()
     args.max_num_batched_tokens = batched_on_cpu(model.max_model_len)
@@ -100,13 +100,13 @@ def _for_cpu(args: AsyncEngineArgs, config: WorkerConfig) -> AsyncEngineArgs:
 
 
 def _token_bytes(model: ModelConfig) -> int:
-    """Keys and values of one token in all layers."""
+    """Bytes of the keys and values of one token in all layers."""
     numbers = 2 * model.get_total_num_kv_heads() * model.get_head_size()
     return model.hf_text_config.num_hidden_layers * numbers * model.dtype.itemsize
 
 
 def set_engine_options(args: AsyncEngineArgs, options: Mapping[str, str]) -> None:
-    """Set each on `args`, parsed as on vLLM's own command line.
+    """Set each option on `args`, parsed as on vLLM's command line.
 
     Raises `ConfigError` for a name that vLLM does not have, or a value that it does not take.
     """

@@ -1,9 +1,9 @@
-"""Samples outputs with a vLLM engine, one worker a Ray actor.
+"""Samples outputs with a vLLM engine; each worker is a Ray actor.
 
 consumes:     questions as token ids with their sampling contract, snapshots of weights
 produces:     groups of completions with behaviour log-probabilities and weight versions per token
 waits for:    the engine, which decodes every running sequence of all requests together
-unblocked by: the end of a group's last sequence; new weights never end a request
+unblocked by: the end of a group's last sequence; new weights end no request
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
-# The first request would compile for seconds; on a GPU compiling is worth it.
+# The first request would compile for seconds, which pays off on a GPU only.
 CPU_ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1"}
 
 
@@ -82,8 +82,8 @@ class GenerationWorker:
         self._startup = (("importing", imported - began), ("building the engine", ready - imported))
         self._version: WeightsVersion | None = None
         self._loading = asyncio.Lock()
-        self._answering: asyncio.Task[Pulse] | None = None  # the engine, a ping
-        self._ack: WeightsAck | None = None  # of the version served
+        self._answering: asyncio.Task[Pulse] | None = None  # the engine's answer to a ping
+        self._ack: WeightsAck | None = None  # for the version served
 
     async def info(self) -> WorkerInfo:
         """Who this worker is; answers once its engine runs."""
@@ -125,7 +125,7 @@ class GenerationWorker:
             )
         spent_s = self._engine.cpu_seconds()
         while not (await asyncio.wait({self._answering}, timeout=ENGINE_POLL_INTERVAL_S))[0]:
-            # One that is frozen meanwhile spends nothing: its deadlines are too long to wait for.
+            # A frozen engine spends no CPU time; the deadlines of loading are too long to wait for.
             if self._loading.locked() and self._engine.cpu_seconds() > spent_s:
                 return Pulse(str(self._version or "none"))
         return self._answering.result()
@@ -134,7 +134,7 @@ class GenerationWorker:
         """Sample one group.
 
         Raises:
-            ConfigError: it wants another temperature than the worker's own.
+            ConfigError: its temperature is not the one that the worker serves.
             WorkerError: the request cannot be served, or its answer cannot be trained on.
         """
         wanted = request.sampling.temperature
@@ -153,7 +153,7 @@ class GenerationWorker:
         )
 
     async def load_weights(self, snapshot: WeightsSnapshot) -> WeightsAck:
-        """Serve a snapshot, while requests are running; one that is not newer changes nothing.
+        """Serve a snapshot, while requests run; a snapshot that is not newer changes nothing.
 
         Raises:
             WeightSyncError: refused or incomplete; the old weights serve on.
@@ -180,7 +180,7 @@ class GenerationWorker:
     async def receive_weights(
         self, snapshot: WeightsSnapshot, update_info: dict[str, object], timeout_s: float
     ) -> None:
-        """Take a snapshot over NCCL; unless all of it has come in time, this process ends."""
+        """Take a snapshot over NCCL; unless all of it arrives in time, this process ends."""
         await self._serve(
             snapshot,
             lambda: self._engine.apply(snapshot, update_info=update_info, timeout_s=timeout_s),
@@ -198,7 +198,7 @@ class GenerationWorker:
         async with self._loading:
             served, dtype = self._version, self._engine.dtype
             if self._ack is not None and snapshot.version == served:
-                return self._ack  # the announcement of what a device transport has brought ahead
+                return self._ack  # a device transport has sent these weights before
             if served is not None and snapshot.version < served:
                 return WeightsAck(self._worker_id, served, 0.0, 0.0, dtype=dtype)
             ack = WeightsAck(
@@ -223,11 +223,11 @@ class GenerationWorker:
             return self._ack
 
     async def abort_all(self) -> None:
-        """End every running request, for a caller that is gone."""
+        """End every running request, when the caller is gone."""
         await self._engine.abort()
 
     async def _alive(self, call: Coroutine[object, object, T]) -> T:
-        """The result of an engine call; a broken engine ends this process, so that Ray sees it."""
+        """The result of an engine call; a broken engine ends this process, which Ray notices."""
         from async_grpo.rollout.engine import EngineBrokenError
 
         try:

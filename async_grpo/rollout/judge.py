@@ -1,9 +1,9 @@
-"""A judge: a model of its own, or a service at an address, asked in messages and never trained.
+"""Judges: a model that is never trained, or a service at an address; both answer messages.
 
 consumes:     messages
-produces:     what the model says next, and what it cost
-waits for:    the engine, as every worker that generates; or the service
-unblocked by: the answer's end; or the deadline
+produces:     the model's next message, and its cost in tokens
+waits for:    the engine, or the service
+unblocked by: the answer's end, or the deadline
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy as np
 from openai import APIConnectionError, APIStatusError, AsyncOpenAI, OpenAIError
 
 from async_grpo.config.worker_config import WorkerConfig
+from async_grpo.environments.causes import HTTP_AWAY
 from async_grpo.environments.service import Service
 from async_grpo.rollout.generation_worker import GenerationWorker
 from async_grpo.types import (
@@ -29,9 +30,8 @@ from async_grpo.types import (
 from async_grpo.util.deadlines import JUDGE_ANSWER_S
 from async_grpo.util.errors import ServerAway, WorkerError
 
-AWAY = (429, 502, 503, 504)  # of HTTP: what has not answered may answer later
 TRIES_AGAIN = 3  # after a rate limit, an error of the service, a lost connection
-OWN = WeightsVersion(0, 0)  # what the engine calls the weights that it was started with
+OWN = WeightsVersion(0, 0)  # of the weights with which the engine was started
 
 
 class JudgeWorker(GenerationWorker):
@@ -42,7 +42,6 @@ class JudgeWorker(GenerationWorker):
         from async_grpo.environments.chat.find import find_renderer
         from async_grpo.model.model_folder import hash_model
 
-        self._role = config.role
         self._renderer = find_renderer(config.model_path)
         self._model_hash = hash_model(config.model_path)
 
@@ -51,10 +50,10 @@ class JudgeWorker(GenerationWorker):
         if self._version is None:
             await self._alive(self._engine.rename(OWN))
             self._version = OWN
-        return replace(await super().info(), role=self._role, model_hash=self._model_hash)
+        return replace(await super().info(), role=self._config.role, model_hash=self._model_hash)
 
     async def answer(self, request: JudgeRequest) -> JudgeAnswer:
-        """One answer; raises `WorkerError` and `MessagesError` for what cannot be answered."""
+        """One answer; raises `WorkerError` or `MessagesError` for a request without one."""
         prompt = self._renderer.render(request.messages)
         sampling = SamplingContract(
             request.temperature, self._renderer.stop_token_ids, request.max_tokens
@@ -68,7 +67,7 @@ class JudgeWorker(GenerationWorker):
 
 
 class RemoteJudge(Service):
-    """At an OpenAI-compatible address; the process of its worker alone knows the key."""
+    """A judge at an OpenAI-compatible address; only the process of its worker has the key."""
 
     def __init__(
         self, config: WorkerConfig, *, key: str, timeout_s: float = JUDGE_ANSWER_S
@@ -80,7 +79,7 @@ class RemoteJudge(Service):
         )
 
     async def answer(self, request: JudgeRequest) -> JudgeAnswer:
-        """One answer; raises `WorkerError`, or `ServerAway` where there is none in time."""
+        """One answer; raises `WorkerError`, or `ServerAway` if none comes in time."""
         who, messages = f"the judge at {self._config.judge_url}", list[Any](request.messages)
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -94,7 +93,7 @@ class RemoteJudge(Service):
             raise ServerAway(f"{who} gave no answer within {self._timeout_s:g} s") from None
         except OpenAIError as error:
             is_away = isinstance(error, APIConnectionError) or (
-                isinstance(error, APIStatusError) and error.status_code in AWAY
+                isinstance(error, APIStatusError) and error.status_code in HTTP_AWAY
             )
             raise (ServerAway if is_away else WorkerError)(f"{who}: {error}") from error
         text = answer.choices[0].message.content if answer.choices else None

@@ -1,6 +1,6 @@
 """Engines without a run: a model whose weights stay, in this process and without Ray.
 
-Each takes a worker's arguments, so that it samples what a worker would.
+Each takes a worker's options, so that it samples what a worker would.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from async_grpo.types import GenerationRequest, Turn
 from async_grpo.types.samples import FinishReason
 from async_grpo.util.errors import WorkerError
 
-# What only workers of a run need: scheduler and extension for weights that change, and scores.
+# Arguments that only workers of a run need, for weights that change and for scores.
 OF_WORKERS = ("scheduler_cls", "worker_extension_cls", "weight_transfer_config", "logprobs_mode")
 
 
 class ServedEngine:
-    """Answers many requests at a time, each as it is sampled."""
+    """Answers many requests at a time, each in pieces as it is sampled."""
 
     def __init__(self, config: WorkerConfig) -> None:
         self._llm = AsyncLLM.from_engine_args(engine_args(config), usage_context=USAGE)
@@ -39,13 +39,13 @@ class ServedEngine:
 
     @property
     def is_dead(self) -> bool:
-        """Whether it will answer nobody any more."""
+        """Whether the engine has ended, and will answer no request any more."""
         return bool(self._llm.errored)
 
     async def pieces(self, request: GenerationRequest) -> AsyncIterator[Turn]:
-        """One output as it is sampled, without texts and versions.
+        """One output in pieces as they are sampled, without texts and versions.
 
-        Raises `WorkerError` when the engine dies, or takes no such request.
+        Raises `WorkerError` when the engine dies, or refuses the request.
         """
         params = sampling_params(request)
         params.output_kind = RequestOutputKind.DELTA
@@ -54,7 +54,7 @@ class ServedEngine:
             async for answer in self._llm.generate(prompt, params, str(next(self._request_ids))):
                 (output,) = answer.outputs
                 token_ids = np.asarray(output.token_ids, dtype=np.int32)
-                ended: FinishReason = output.finish_reason or "length"  # cut, for now
+                ended: FinishReason = output.finish_reason or "length"  # more may come
                 yield Turn(token_ids, read_logprobs(output), (), ended, text="")
         except EngineDeadError as error:
             raise WorkerError(f"the engine died: {error}") from error
@@ -62,12 +62,12 @@ class ServedEngine:
             raise WorkerError(f"vLLM refused a request: {error}") from error
 
     def close(self) -> None:
-        """End its processes."""
+        """End the engine's processes."""
         self._llm.shutdown()
 
 
 class OfflineEngine:
-    """Samples a list of prompts at once, by vLLM's own `LLM`."""
+    """Samples a list of prompts at once, by vLLM's `LLM`."""
 
     def __init__(self, config: WorkerConfig) -> None:
         args = engine_args(config)
@@ -79,14 +79,13 @@ class OfflineEngine:
         self._llm = LLM(**values)
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[tuple[Turn, ...]]:
-        """The outputs of each request; without texts, log-probabilities and versions.
+        """The outputs of each request, without texts, log-probabilities and versions.
 
         Raises `WorkerError` when the engine dies.
         """
-        params = []
-        for request in requests:
-            params.append(sampling_params(request))
-            params[-1].logprobs, params[-1].flat_logprobs = None, False
+        params = list(map(sampling_params, requests))
+        for each in params:
+            each.logprobs, each.flat_logprobs = None, False
         prompts = [tokens_input(request.input_token_ids.tolist()) for request in requests]
         try:
             answers = self._llm.generate(prompts, params, use_tqdm=False)

@@ -1,9 +1,9 @@
 """Scores outputs under the reference model or a teacher, many requests to one packed forward.
 
-consumes:     groups of outputs, each naming the exact weights version that it wants; None: its own
-produces:     one log-probability for each output token, at the sampling temperature; of a teacher
-              that is asked for it, a payload for each output: its distribution over every token
-waits for:    the model to be idle; whatever has gathered by then shares a forward
+consumes:     groups of outputs, each with the weights version that must score it; None: a teacher's
+produces:     one log-probability for each output token, at the sampling temperature; on request a
+              teacher's payload for each output: its distribution at every token
+waits for:    the model to be idle; the outputs that have arrived by then share a forward
 unblocked by: the end of a forward, or a new request while the model is idle
 """
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 Scores = NDArray[np.float32]  # [L]
 Answer = tuple[Scores, Arrays]
-OWN_WEIGHTS = WeightsVersion(0, 0)  # those of a teacher, which has no others
+OWN_WEIGHTS = WeightsVersion(0, 0)  # a teacher's, which never change
 
 
 class _Wanted(NamedTuple):
@@ -53,12 +53,12 @@ class _Wanted(NamedTuple):
     version: WeightsVersion  # exactly these weights
     temperature: float
     payload: Payload | None
-    vocab_size: int  # of the student
+    width: int  # the first columns of the vocabulary, which the student has too
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Output:
-    """One queued output, and the future of what is said of it."""
+    """One queued output, and the future of its answer."""
 
     prompt: NDArray[np.int32]  # [P]
     token_ids: NDArray[np.int32]  # [L]
@@ -70,7 +70,7 @@ class _Output:
         return len(self.prompt) + len(self.token_ids)
 
     def answer(self, result: Answer | Exception) -> None:
-        """Deliver, unless the caller has gone."""
+        """Deliver the result, unless the caller is gone."""
         if self.scores.done():
             return
         if isinstance(result, Exception):
@@ -95,7 +95,7 @@ class LogprobWorker:
         memory_share: float = 0.0,
         lease_s: float = deadlines.LEASE_S,
     ) -> None:
-        """`on_device`: Ray has given it one; `memory_share` of its memory it may take, 0: all."""
+        """`on_device`: Ray has given it one; `memory_share`: of its memory, 0: all."""
         # Not at the top: dispatchers import this file, and these imports take seconds.
         began = time.monotonic()
         import torch
@@ -138,8 +138,8 @@ class LogprobWorker:
         )
         self._max_tokens = max_tokens
         self._line: list[_Output] = []  # in order of arrival
-        self._unanswered: set[int] = set()  # leases
-        self._num_tokens = 0  # scored
+        self._unanswered: set[int] = set()  # leases of requests
+        self._num_tokens = 0  # scored so far
         self._model = asyncio.Lock()  # one forward or one change of weights at a time
         self._serving: asyncio.Task[None] | None = None
 
@@ -148,9 +148,9 @@ class LogprobWorker:
         return replace(self._info, node_id=ray.get_runtime_context().get_node_id())
 
     async def ping(self, after_s: float = 0.0) -> Pulse:
-        """Answer after `after_s` with the served version and the requests that wait."""
+        """Answer after `after_s` with the served version and the waiting requests."""
         await asyncio.sleep(after_s)
-        # Scores come all at once: until then a request is queued.
+        # All scores of a request are made at once: until then it is queued.
         requests = {lease_id: RequestPulse(0, is_waiting=True) for lease_id in self._unanswered}
         return Pulse(str(self._version or "none"), self._num_tokens, requests)
 
@@ -159,21 +159,21 @@ class LogprobWorker:
 
         Raises:
             WorkerError: another temperature than this worker serves, or outputs beyond its budget.
-            StaleAnswerError: the weights asked for are not the ones served.
+            StaleAnswerError: the request's weights are not the ones served.
         """
         return tuple(scores for scores, _ in await self._answers(request))
 
     async def teach(self, request: LogprobRequest) -> tuple[object, ...]:
         """The answer of `logprobs`, then the payload of each output; raises the same.
 
-        Called with one more return value than there are outputs, so that every payload is an object
-        of its own in the store, which the caller need not fetch.
+        The caller sets `num_returns` to the number of outputs + 1, so that each payload is another
+        object in the store, which it need not fetch.
         """
         answers = await self._answers(request)
         return tuple(scores for scores, _ in answers), *(arrays for _, arrays in answers)
 
     async def head(self, request: HeadRequest) -> tuple[None, Arrays]:
-        """What makes logits of this teacher's hidden states: the second return value."""
+        """The second return value: the head that makes logits of this teacher's hidden states."""
         from async_grpo.rollout.teacher_payloads import to_array
 
         head = self._scorer.head
@@ -195,7 +195,7 @@ class LogprobWorker:
     async def serve_express(self, work: Any) -> None:
         """Return when all ranks have the logits of a round; raises `ExpressLost`.
 
-        What is asked under a lease goes on meanwhile.
+        Requests with a lease are served meanwhile.
         """
         await asyncio.to_thread(self._express.serve, work)
         self._num_tokens += work.num_tokens
@@ -212,7 +212,7 @@ class LogprobWorker:
             self._unanswered.discard(request.lease_id)
 
     async def load_weights(self, snapshot: WeightsSnapshot) -> WeightsAck:
-        """Serve a snapshot once running forwards are done; one that is not newer changes nothing.
+        """Serve a snapshot after the running forward; one that is not newer changes nothing.
 
         Raises:
             WeightSyncError: refused or incomplete; the old weights serve on.
@@ -239,17 +239,17 @@ class LogprobWorker:
             return WeightsAck(self._info.worker_id, self._version, seconds, 0.0)
 
     async def abort_all(self) -> None:
-        """Forget waiting requests, for a caller that is gone."""
+        """Drop waiting requests, when the caller is gone."""
         for output in self._line:
             output.answer(WorkerError("the request was aborted"))
         self._line.clear()
 
     async def _serve(self) -> None:
-        """Run forward passes until the queue is empty; a request starts it if it does not run."""
+        """Run forward passes until the queue is empty; a request starts this unless it runs."""
         async with self._model:
             while taken := take_forward(self._line, max_tokens=self._max_tokens):
                 outputs = [output for output in taken if not output.scores.done()]
-                if not outputs:  # their callers have gone
+                if not outputs:  # their callers are gone
                     continue
                 results: Sequence[Answer | Exception]
                 try:
@@ -257,21 +257,20 @@ class LogprobWorker:
                     self._num_tokens += sum(output.num_tokens for output in outputs)
                 except StaleAnswerError as error:
                     results = [error] * len(outputs)
-                except Exception as error:  # the boundary of the model: each caller hears of it
+                except Exception as error:  # the model may raise any: each caller gets it
                     results = [WorkerError(f"{type(error).__name__}: {error}")] * len(outputs)
                 for output, result in zip(outputs, results, strict=True):
                     output.answer(result)
 
     def _score(self, outputs: Sequence[_Output]) -> list[Answer]:
-        """One forward; the versions are compared here, for weights may change while one waits."""
+        """One forward; compares the versions here, since weights may change while outputs wait."""
         wanted = outputs[0].wanted
         if wanted.version != self._version:
             raise StaleAnswerError(
                 f"{self._info.role} weights {wanted.version} were asked, {self._version} are served"
             )
         pairs = [(output.prompt, output.token_ids) for output in outputs]
-        temperature, width = wanted.temperature, self._scorer.facts.vocab_size
-        width = min(wanted.vocab_size or width, width)
+        temperature, width = wanted.temperature, wanted.width
         if wanted.payload is not None:
             from async_grpo.rollout.teacher_payloads import teach
 
@@ -282,7 +281,7 @@ class LogprobWorker:
         return [(scores, {}) for scores in scored]
 
     def _outputs(self, request: LogprobRequest) -> list[_Output]:
-        """The outputs of a request that this worker can serve, or `WorkerError`."""
+        """The outputs of a request; raises `WorkerError` if this worker cannot serve it."""
         me = self._info
         if me.temperature is not None and request.temperature != me.temperature:
             raise WorkerError(
@@ -305,13 +304,13 @@ class LogprobWorker:
                 f"both have, got {largest}: a model whose vocabulary is padded sampled the padding"
             )
         version = OWN_WEIGHTS if request.version is None else request.version
-        wanted = _Wanted(version, request.temperature, request.payload, request.vocab_size)
+        wanted = _Wanted(version, request.temperature, request.payload, vocab_size)
         new_future = asyncio.get_running_loop().create_future
         return [_Output(prompt, token_ids, wanted, new_future()) for prompt, token_ids in rows]
 
 
 def _device_of(worker_id: str, memory_share: float) -> torch.device:
-    """The device that Ray has given this process; raises `ConfigError` where torch sees none."""
+    """The device that Ray has given this process; raises `ConfigError` if torch sees none."""
     import torch
 
     if not torch.cuda.is_available():
@@ -327,8 +326,8 @@ def _device_of(worker_id: str, memory_share: float) -> torch.device:
 def take_forward(line: list[_Output], *, max_tokens: int) -> list[_Output]:
     """The outputs of the next packed forward, removed from `line`; each fits by itself.
 
-    Oldest weights go first, then who came first; later ones that want the same of the same weights
-    fill the room that is left.
+    The outputs with the oldest weights go first, then the first that arrived; later ones that want
+    the same of the same weights fill the room that is left.
 
     >>> from types import SimpleNamespace
     >>> wanted = SimpleNamespace(version=WeightsVersion(0, 0))

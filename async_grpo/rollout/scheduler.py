@@ -1,4 +1,4 @@
-"""A subclass of vLLM's scheduler that sends a sequence once, and lets it keep its KV cache.
+"""A subclass of vLLM's scheduler that sends a sequence once, and can keep its KV cache.
 
 consumes      the outputs of each engine step: one token of each of hundreds of sequences
 produces      whole sequences when they end; partial ones before a pause; token counts on request
@@ -6,8 +6,8 @@ waits for     nothing
 unblocked by  a sequence's end, or a pause
 
 Nothing reads a training sample before it is complete, but vLLM would serialise and send each token
-on its own. A message has one weight version, so a pause, after which the version may change, first
-sends what was sampled before it. Runs inside vLLM's engine core process.
+in a message. A message has one weight version, so a pause, after which the version may change,
+first sends what was sampled before it. Runs inside vLLM's engine core process.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from typing import TYPE_CHECKING
 
 import numpy as np
 from vllm.config import VllmConfig
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.block_pool import BlockHashToBlockMap
-from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -31,25 +31,23 @@ from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 KEEP = "keep_kv_cache"  # in vLLM's `additional_config`
-# What else an output may carry belongs to its own tokens: it is not held back.
+# An output with any other field is not held back: that belongs to its tokens alone.
 MERGED = {"request_id", "new_token_ids", "new_logprobs", "prefill_stats", "trace_headers"}
 NO_PARTICULARS = {"finish_reason", "stop_reason", "num_nans_in_logits"}
 PARTICULARS = tuple({*EngineCoreOutput.__struct_fields__} - MERGED - NO_PARTICULARS)
+# For the type checker the mixins below are schedulers.
+Mixin = Scheduler if TYPE_CHECKING else object
 
 
 def make_scheduler(*, vllm_config: VllmConfig, **arguments: object) -> Scheduler:
-    """The scheduler that vLLM would take itself, holding outputs back."""
+    """The scheduler that vLLM would choose, with the two mixins."""
     is_async = vllm_config.scheduler_config.async_scheduling
     scheduler = WholeOutputsAsyncScheduler if is_async else WholeOutputsScheduler
     return scheduler(vllm_config=vllm_config, **arguments)
 
 
-class WholeOutputs:
-    """To be mixed in before a `Scheduler`."""
-
-    requests: dict[str, Request]
-    running: list[Request]
-    pause_state: PauseState
+class WholeOutputs(Mixin):
+    """A mixin, before a `Scheduler`, that holds outputs back until a sequence ends."""
 
     def __init__(self, **arguments: object) -> None:
         super().__init__(**arguments)
@@ -59,22 +57,20 @@ class WholeOutputs:
     def __call__(self) -> tuple[int, dict[str, int], list[str]]:
         """Tokens sampled so far, tokens of each unfinished sequence, and which of these run.
 
-        vLLM's front end can call any attribute of the engine core by name; the scheduler is one,
-        so this needs no message type of its own.
+        vLLM's front end can call any attribute of the engine core by name, such as the scheduler,
+        so this needs no message type.
         """
         num_tokens = {name: request.num_output_tokens for name, request in self.requests.items()}
         return self._num_tokens, num_tokens, [request.request_id for request in self.running]
 
     def has_requests(self) -> bool:
         """A pause waits for the step that sends what is held."""
-        return super().has_requests() or self._is_to_send  # type: ignore[misc]
+        return super().has_requests() or self._is_to_send
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        messages: dict[int, EngineCoreOutputs] = super().update_from_output(  # type: ignore[misc]
-            scheduler_output, model_runner_output
-        )
+        messages = super().update_from_output(scheduler_output, model_runner_output)
         for client, message in messages.items():
             message.outputs = [
                 whole
@@ -88,10 +84,8 @@ class WholeOutputs:
     def finish_requests(
         self, request_ids: object, finished_status: RequestStatus
     ) -> Sequence[Request]:
-        """Drop held outputs of aborted sequences: the caller itself reports the abort."""
-        finished: Sequence[Request] = super().finish_requests(  # type: ignore[misc]
-            request_ids, finished_status
-        )
+        """Drop held outputs of aborted sequences, whose abort the caller reports."""
+        finished = super().finish_requests(request_ids, finished_status)
         for request in finished:
             self._held.pop(request.request_id, None)
         return finished
@@ -116,7 +110,7 @@ class WholeOutputs:
         return (
             sampling is not None
             and sampling.output_kind == RequestOutputKind.FINAL_ONLY
-            and not sampling.logprobs  # of tokens that were not sampled, nothing is held
+            and not sampling.logprobs  # those of tokens that were not sampled are not held
         )
 
     def _send_all(self, messages: dict[int, EngineCoreOutputs]) -> None:
@@ -128,9 +122,9 @@ class WholeOutputs:
 
 @dataclass(slots=True)
 class _Held:
-    """The outputs of one sequence that were not sent yet: 12 bytes a token, and array's spare 6 %.
+    """The outputs of one sequence that are not sent yet: 12 bytes a token, and array's spare 6 %.
 
-    vLLM's own objects would be 500, and keep the whole step's arrays alive.
+    vLLM's objects would take 500, and keep the arrays of the whole step alive.
     """
 
     client: int
@@ -149,7 +143,7 @@ class _Held:
             output.new_logprobs = None
 
     def whole(self, last: EngineCoreOutput) -> EngineCoreOutput:
-        """`last`, telling of all of them; it has been added."""
+        """`last`, which has been added, with the tokens of all outputs."""
         last.new_token_ids = self.token_ids.tolist()
         if self.logprobs:
             last.new_logprobs = LogprobsLists(
@@ -161,17 +155,13 @@ class _Held:
         return last
 
 
-class KeptCaches:
-    """To be mixed in before a `Scheduler`: with `--keep-kv-cache` caches outlive an update.
+class KeptCaches(Mixin):
+    """A mixin, before a `Scheduler`: with `--keep-kv-cache` running sequences keep their caches.
 
-    vLLM resets its prefix cache only where no sequence runs, so before new weights it would take
-    the caches of all that run. Here what has been cached is forgotten by everybody who comes later,
-    and those that run go on with what they have.
+    vLLM resets its prefix cache only if no sequence runs, so before new weights it would drop the
+    caches of all that run. Here running sequences go on with their caches, and later ones find
+    no block that was cached before.
     """
-
-    requests: dict[str, Request]
-    kv_cache_manager: KVCacheManager
-    vllm_config: VllmConfig
 
     def __init__(self, **arguments: object) -> None:
         super().__init__(**arguments)
@@ -180,19 +170,16 @@ class KeptCaches:
     def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
-        """A pause calls it before new weights; nobody who comes later finds a block of before."""
+        """Called by a pause before new weights; see the class."""
         if not self.vllm_config.additional_config.get(KEEP):
-            did_reset: bool = super().reset_prefix_cache(  # type: ignore[misc]
-                reset_running_requests, reset_connector
-            )
-            return did_reset
+            return super().reset_prefix_cache(reset_running_requests, reset_connector)
         pool = self.kv_cache_manager.block_pool
         pool.cached_block_hash_to_block = BlockHashToBlockMap()
         pool.cached_block_hashes_by_block.clear()
         for block in pool.blocks:
             block.reset_hash()
-        # What running sequences will cache stands upon old blocks: under names of its own, for a
-        # new prompt may have the same tokens.
+        # New blocks of running sequences follow old ones, so they get hashes of another salt: a new
+        # prompt may have the same tokens.
         salt = f"kept at reset {next(self._resets)}"
         for request in self.requests.values():
             if request.num_computed_tokens:
@@ -203,11 +190,11 @@ class KeptCaches:
 
 
 class WholeOutputsScheduler(WholeOutputs, KeptCaches, Scheduler):
-    """One step at a time, as on a CPU."""
+    """Schedules one step at a time, as on a CPU."""
 
 
 class WholeOutputsAsyncScheduler(WholeOutputs, KeptCaches, AsyncScheduler):
-    """The next step is scheduled while one runs."""
+    """Schedules the next step while one runs."""
 
 
 def _has_content(message: EngineCoreOutputs) -> bool:

@@ -1,6 +1,6 @@
-"""What a teacher says of each token's whole distribution, in the bytes in which it travels.
+"""A teacher's distribution at each token, as the arrays that are sent to the trainer.
 
-Legend: N tokens of a forward, L of a row, K tokens of the vocabulary, V all of them, d hidden size.
+Legend: N tokens of a forward, L tokens of a row.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def teach(
     payload: Payload,
     width: int,
 ) -> list[tuple[Labels, Arrays]]:
-    """Of every (prompt ids, output ids): log-probabilities at `temperature`, and the payload.
+    """For each pair (prompt ids, output ids): log-probabilities at `temperature`, and the payload.
 
-    `width`: the first columns of the vocabulary, over which a payload is.
+    `width`: how many columns of the vocabulary, from the first, a payload is over.
     """
     packed = scorer.packed(pairs)
     hidden, head = scorer.policy.hidden_states(packed), scorer.head
@@ -46,7 +46,7 @@ def teach(
 
 
 def _tensors(hidden: Tensor, head: Head, payload: Payload, width: int) -> dict[str, Tensor]:
-    """[N, ...] each; but for kind `logits`, logits exist for a chunk of tokens at a time."""
+    """[N, ...] each. Logits exist for a chunk of tokens at a time, but for the kind `logits`."""
     if payload.kind == "hidden":
         return {"hidden": hidden}
     chunks = (head.logits(part) for part in hidden.split(CHUNK_SIZE))
@@ -59,7 +59,7 @@ def _tensors(hidden: Tensor, head: Head, payload: Payload, width: int) -> dict[s
 
 
 def to_array(tensor: Tensor) -> NDArray[np.generic]:
-    """The tensor's bytes as numpy knows them."""
+    """The tensor as an array; bfloat16, which numpy does not have, as the bits in uint16."""
     tensor = tensor.detach().cpu().contiguous()
     if tensor.dtype == torch.bfloat16:
         return tensor.view(torch.uint16).numpy()

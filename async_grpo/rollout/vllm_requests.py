@@ -1,4 +1,4 @@
-"""Requests in vLLM's terms, and what vLLM says of them: a sampled output becomes a `Turn`."""
+"""Writes requests for vLLM, and reads its answers: a sampled output becomes a `Turn`."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from async_grpo.util import deadlines
 from async_grpo.util.errors import WorkerError
 
 MAX_SEED = 2**63 - 1
-FIRST_IN_QUEUE = -1  # every other request has the priority 0
+FIRST_IN_QUEUE = -1  # a priority; all other requests have 0 or more
 
 
 def sampling_params(request: GenerationRequest) -> SamplingParams:
-    """Temperature sampling: what the trainer can score; evaluations may cut it to top-p."""
+    """Sampling by temperature, which the trainer can score; evaluations may add top-p."""
     sampling, seed = request.sampling, request.seed
     if seed is not None:  # vLLM gives output i the seed + i
         seed %= MAX_SEED - request.num_samples
@@ -44,7 +44,7 @@ def sampling_params(request: GenerationRequest) -> SamplingParams:
         stop_token_ids=list(sampling.stop_token_ids),
         ignore_eos=True,  # only the contract's stop ids end an output
         seed=seed,
-        logprobs=0,  # of the sampled token only
+        logprobs=0,  # that of the sampled token only
         flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
@@ -54,17 +54,12 @@ def sampling_params(request: GenerationRequest) -> SamplingParams:
 def read_completion(output: CompletionOutput) -> Turn:
     """The output with an empty text; raises `WorkerError` when it cannot be trained on."""
     token_ids = np.asarray(output.token_ids, dtype=np.int32)
-    return Turn(
-        token_ids=token_ids,
-        logprobs=read_logprobs(output),
-        weights_versions=_version_spans(output),
-        finish_reason=output.finish_reason,
-        text="",
-    )
+    logprobs, versions = read_logprobs(output), _version_spans(output)
+    return Turn(token_ids, logprobs, versions, output.finish_reason, text="")
 
 
 def read_logprobs(output: CompletionOutput) -> NDArray[np.float32]:
-    """[L] of exactly the sampled tokens; raises `WorkerError` when one is missing or not finite."""
+    """[L] of the sampled tokens; raises `WorkerError` when one is missing or not finite."""
     flat = output.logprobs
     if flat is None or list(flat.token_ids) != list(output.token_ids):
         raise WorkerError(
@@ -81,7 +76,7 @@ def read_logprobs(output: CompletionOutput) -> NDArray[np.float32]:
 
 
 def _version_spans(output: CompletionOutput) -> tuple[VersionSpan, ...]:
-    """Spans over [0, L); raises `WorkerError` for tokens made before any published weights."""
+    """Spans over [0, L); raises `WorkerError` for tokens sampled before any published weights."""
     if output.weight_versions is None:
         raise WorkerError("vLLM must report the weights of every output token, and did not")
     try:
@@ -115,7 +110,7 @@ class CanaryPass:
         """Put the rows at the front of the engine's queue; the engine may be paused."""
         parameters = SamplingParams(
             max_tokens=1,
-            prompt_logprobs=0,  # of the prompt's own tokens only
+            prompt_logprobs=0,  # those of the prompt's tokens only
             flat_logprobs=True,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
@@ -153,7 +148,7 @@ class CanaryPass:
             yield
         except EngineDeadError:
             raise
-        except Exception as error:  # vLLM's boundary: the update itself is fine
+        except Exception as error:  # of vLLM, which may raise any: the update itself succeeded
             self.problem = f"{what}: {error!r}"
 
 
@@ -170,12 +165,12 @@ def request_pulses(
     num_tokens: Mapping[str, int],
     running: Collection[str],
 ) -> dict[int, RequestPulse]:
-    """How far each request is, by lease, out of what vLLM's scheduler says of single sequences.
+    """The progress of each request, by lease, from what vLLM's scheduler reports of sequences.
 
     Args:
-        sequences: of each request, by lease, those that have not ended.
-        num_tokens: of each sequence that the engine has.
-        running: which of these run; the others wait for a place or for memory.
+        sequences: the lease of each request, and its sequences that have not ended.
+        num_tokens: sampled so far, of each sequence that the engine has.
+        running: the sequences that run; the others wait for a place or for memory.
 
     >>> sequences = [(3, ["a", "b"]), (4, ["c"]), (5, ["lost"])]
     >>> for pulse in request_pulses(

@@ -1,7 +1,7 @@
-"""What an engine does about new weights while it still generates with the old ones.
+"""Prepares new weights while an engine generates with the old ones.
 
-Buckets are fetched one ahead and staged in memory that the engine's processes map. What is staged
-waits for sequences that are about to end, and the tokens whose caches are lost are counted.
+Buckets are fetched one ahead and staged in memory that the engine's processes map. The staged
+weights wait for sequences that are about to end; the tokens whose caches are lost are counted.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ Fetch = Callable[[Wanted], Awaitable[NDArray[np.uint8]]]
 Fetched = AsyncIterator[tuple[Wanted, NDArray[np.uint8]]]
 DELAY_SHARE = 0.5  # of the time since the last update: the longest delay
 MAX_DELAY_S = 20.0
-LOOKS_EVERY_S = 0.01
-NUM_REMEMBERED = 64  # requests, whose median duration counts
+POLL_INTERVAL_S = 0.01
+NUM_REMEMBERED = 64  # recent requests, whose median duration is used
 
 
 class StagedWeights:
-    """The bytes of new weights, whole or patched with what changed; the engine maps their file.
+    """The bytes of new weights in a file that the engine maps: all sent, or patched with a delta.
 
-    The file of weights that may be followed by what changes alone is kept: that costs a copy of the
-    model in host memory.
+    The file of weights that a delta may follow is kept, which costs a copy of the model in host
+    memory.
     """
 
     def __init__(self) -> None:
         self._file: SharedFile | None = None
-        self._holds: WeightsVersion | None = None  # all bytes of this version; None: of none
+        self._holds: WeightsVersion | None = None  # the file has all bytes of this version
 
     def begin(self, snapshot: WeightsSnapshot) -> Sequence[Wanted]:
-        """What must be fetched for each bucket of a snapshot."""
+        """Start to stage a snapshot; returns what to fetch for each of its buckets."""
         self._patches = self._holds is not None and snapshot.delta_since == self._holds
         self._holds = None
         if not self._patches:
@@ -61,14 +61,14 @@ class StagedWeights:
 
     @property
     def path(self) -> str:
-        """Of the file, for the engine's processes."""
+        """The path of the file, for the engine's processes."""
         assert self._file is not None, "staging has begun"
         return self._file.path
 
     def take(self, index: int, fetched: NDArray[np.uint8]) -> None:
-        """Lay out what was fetched for a bucket.
+        """Write what was fetched for bucket `index` to the file.
 
-        Raises `WeightSyncError` unless its bytes are then those that were sent.
+        Raises `WeightSyncError` unless the bucket's bytes are then those that were sent.
         """
         assert self._file is not None, "staging has begun"
         bucket, data = self._snapshot.buckets[index], fetched
@@ -83,49 +83,49 @@ class StagedWeights:
             self._file.write(part, piece.offset_bytes)
 
     def end(self) -> None:
-        """The engine has loaded all of it."""
+        """Called when the engine has loaded all staged weights."""
         if self._snapshot.is_base:
             self._holds = self._snapshot.unchanged_since or self._snapshot.version
         else:
             self.drop()
 
     def drop(self) -> None:
-        """Let go of the file, such as one of which only a part is new."""
+        """Close the file, for example if only a part of it is new."""
         if self._file is not None:
             self._file.close()
         self._file, self._holds = None, None
 
 
 class SharedFile:
-    """Bytes for the engine's processes, in memory and outside the size limit of /dev/shm.
+    """A file in memory for the engine's processes, outside of the size limit of /dev/shm.
 
-    The system frees it with its last user, so that not even SIGKILL leaves anything behind.
+    The system frees it with its last user, so that nothing is left even after SIGKILL.
     """
 
     def __init__(self, size_bytes: int) -> None:
         self._descriptor = os.memfd_create("async-grpo-weights")
-        # A thread may still write when its caller has been cancelled: never into another file.
+        # A thread may still write after its caller was cancelled: never into another file.
         self._lock = threading.Lock()
         os.truncate(self._descriptor, size_bytes)
 
     @property
     def path(self) -> str:
-        """Where other processes of this machine open it."""
+        """The path by which other processes of this machine open it."""
         return f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
     def read(self, into: NDArray[np.uint8], offset_bytes: int) -> None:
-        """Fill `into` with what lies at an offset."""
+        """Fill `into` with the bytes at an offset."""
         at, remaining = offset_bytes, into.data.cast("B")
         while remaining:
             with self._lock:
                 count = os.preadv(self._descriptor, [remaining], at)
-            if not count:  # beyond its end
+            if not count:  # at the end of the file
                 return
             remaining = remaining[count:]
             at += count
 
     def write(self, data: NDArray[np.uint8], offset_bytes: int) -> None:
-        """Put `data` at an offset."""
+        """Write `data` at an offset."""
         at, remaining = offset_bytes, data.data.cast("B")
         while remaining:  # one call moves at most 2 GiB
             try:
@@ -140,24 +140,18 @@ class SharedFile:
             at += written
 
     def close(self) -> None:
-        """Let go of it; who has mapped it keeps it."""
+        """Close it; processes that have mapped it keep it."""
         with self._lock:
             os.close(self._descriptor)
             self._descriptor = -1
-
-    def __enter__(self) -> SharedFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 @asynccontextmanager
 async def fetch_ahead(buckets: Sequence[Wanted], fetch: Fetch) -> AsyncIterator[Fetched]:
     """The buckets in order, each with its [size_bytes] bytes; at most two are held at a time.
 
-    A fetch's error is raised where its bucket is taken. Whoever leaves early ends the fetch that
-    is under way.
+    An error of a fetch is raised when its bucket is taken. Leaving the context early cancels the
+    running fetch.
     """
     under_way: list[asyncio.Future[NDArray[np.uint8]]] = []
 
@@ -178,11 +172,11 @@ async def fetch_ahead(buckets: Sequence[Wanted], fetch: Fetch) -> AsyncIterator[
 
 
 class UpdateDelay:
-    """The engine asks it before it loads new weights; it estimates from recent requests.
+    """Decides how long an engine waits before it loads new weights, by recent requests.
 
     An update invalidates the KV cache of every running sequence, whose prefix the engine then
-    computes again. With outputs of like length, which began together and end together, that can be
-    most of a batch's tokens.
+    computes again. With outputs of similar length, which begin and end together, that can be most
+    of a batch's tokens.
 
     A delay costs no throughput while the engine is full, only freshness, so it is bounded. It pays
     off if half of the requests will have ended within `DELAY_SHARE` of the time since the last
@@ -197,12 +191,12 @@ class UpdateDelay:
         self._updated_at: float | None = None
 
     def ended(self, *, began_at: float) -> None:
-        """The engine answered a request that arrived at `began_at` (`time.monotonic`)."""
+        """Called when a request is answered that arrived at `began_at` (`time.monotonic`)."""
         if self._updated_at is None or began_at >= self._updated_at:
             self._seconds.append(time.monotonic() - began_at)
 
     def updated(self) -> None:
-        """The engine has just loaded weights."""
+        """Called when the engine has loaded weights."""
         self._updated_at = time.monotonic()
 
     async def wait(self, began: Collection[float], num_unfinished: Callable[[], int]) -> None:
@@ -210,7 +204,7 @@ class UpdateDelay:
 
         Args:
             began: arrival time of each running request.
-            num_unfinished: counts sequences, queued ones included.
+            num_unfinished: returns the number of sequences, with those in the queue.
         """
         num_before, now = num_unfinished(), time.monotonic()
         if self._updated_at is None or not self._seconds or num_before > self._max_num_seqs:
@@ -220,15 +214,15 @@ class UpdateDelay:
         if 2 * sum(began_at + typical_s <= deadline for began_at in began) < len(began):
             return
         while 2 * num_unfinished() > num_before and time.monotonic() < deadline:  # noqa: ASYNC110
-            await asyncio.sleep(LOOKS_EVERY_S)
+            await asyncio.sleep(POLL_INTERVAL_S)
 
 
 def cached_tokens(states: Iterable[RequestState], *, shares_prompts: bool) -> int:
     """Tokens in the KV cache of running requests, which must be recomputed when it is cleared.
 
-    A sequence that has sampled holds its prompt and its output but for the last token, which is
-    computed with the next one; a prompt that several samples share counts once. What still waits
-    for its first token holds nothing worth counting.
+    A sequence holds its prompt and its output but for the last token, which is computed with the
+    next one; a prompt that several samples share counts once. Sequences without a sampled token
+    are not counted.
     """
     num_tokens, seen = 0, set[int]()
     for state in states:
@@ -246,9 +240,9 @@ def cached_tokens(states: Iterable[RequestState], *, shares_prompts: bool) -> in
 async def fetch_bytes(
     bucket: Wanted, *, timeout_s: float = deadlines.BUCKET_FETCH_S
 ) -> NDArray[np.uint8]:
-    """The [size_bytes] bytes of a bucket of weights, or of what changed in it.
+    """The [size_bytes] bytes of a bucket of weights, or of its delta.
 
-    Raises `SnapshotLostError` when the trainer has ended, `WeightSyncError` when they do not come.
+    Raises `SnapshotLostError` when the trainer has ended, `WeightSyncError` when none arrive.
     """
     from ray.exceptions import ObjectFetchTimedOutError, ObjectLostError, RayError
 
@@ -261,7 +255,7 @@ async def fetch_bytes(
             f"{timeout_s:g} s: look at the network and the load of the trainer's machine"
         ) from None
     except RayError as error:
-        # A trainer rank owns the bytes: they are lost with it, or let go for newer ones.
+        # A trainer rank owns the bytes: they are lost with it, or freed for newer ones.
         lost = isinstance(error, ObjectLostError) and not isinstance(
             error, ObjectFetchTimedOutError
         )

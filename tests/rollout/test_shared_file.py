@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ READ = "import sys; f = open(sys.argv[1], 'rb'); f.seek(int(sys.argv[2])); print
 
 
 def test_another_process_reads_what_was_written():
-    with SharedFile(10) as file:
+    with closing(SharedFile(10)) as file:
         file.write(np.array([7, 8, 9], dtype=np.uint8), 4)
         file.write(np.arange(4, dtype=np.uint8), 0)
         command = [sys.executable, "-c", READ, file.path, "4"]
@@ -22,21 +23,21 @@ def test_another_process_reads_what_was_written():
 
 
 def test_nothing_is_left_after_a_failure():
-    with pytest.raises(KeyError), SharedFile(10) as file:
+    with pytest.raises(KeyError), closing(SharedFile(10)) as file:
         path = file.path
         raise KeyError
     assert not os.path.exists(path)
 
 
 def test_nothing_is_written_once_it_is_closed():
-    with SharedFile(4) as file:
+    with closing(SharedFile(4)) as file:
         file.write(np.arange(4, dtype=np.uint8), 0)
     with pytest.raises(WeightSyncError, match="Bad file descriptor"):
         file.write(np.arange(4, dtype=np.uint8), 0)
 
 
 def test_bytes_are_read_back_where_they_lie():
-    with SharedFile(6) as file:
+    with closing(SharedFile(6)) as file:
         file.write(np.arange(6, dtype=np.uint8), 0)
         found = np.zeros(3, dtype=np.uint8)
         file.read(found, 2)
@@ -44,7 +45,7 @@ def test_bytes_are_read_back_where_they_lie():
 
 
 def test_a_mapping_outlives_the_file():
-    with SharedFile(4) as file:
+    with closing(SharedFile(4)) as file:
         file.write(np.arange(4, dtype=np.uint8), 0)
         mapped = np.memmap(file.path, dtype=np.uint8, mode="c", shape=(4,))
     assert mapped.tolist() == [0, 1, 2, 3]
@@ -54,7 +55,7 @@ def test_memory_that_the_system_refuses_is_an_error_of_weight_sync(monkeypatch):
     def refuse(*_args):
         raise OSError(28, "No space left on device")
 
-    with SharedFile(4) as file, monkeypatch.context() as patch:
+    with closing(SharedFile(4)) as file, monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", refuse)
         with pytest.raises(WeightSyncError, match=r"4 more bytes.*No space left"):
             file.write(np.arange(4, dtype=np.uint8), 0)
