@@ -59,7 +59,7 @@ def engine_args(config: WorkerConfig) -> AsyncEngineArgs:
         additional_config={KEEP: config.keep_kv_cache},
     )
     if on_cpu:
-        args = _for_cpu(args, config)
+        _fit_to_cpu(args, config)
     elif share := config.memory_share or share_for_cache(
         config, device_bytes=current_platform.get_device_total_memory
     ):
@@ -81,7 +81,7 @@ def share_for_cache(config: WorkerConfig, *, device_bytes: Callable[[], int]) ->
     return min(needed / device_bytes(), WHOLE_SHARE)
 
 
-def _for_cpu(args: AsyncEngineArgs, config: WorkerConfig) -> AsyncEngineArgs:
+def _fit_to_cpu(args: AsyncEngineArgs, config: WorkerConfig) -> None:
     args.max_num_seqs = config.capacity
     args.enforce_eager = True
     args.block_size = KV_BLOCK_TOKENS
@@ -96,7 +96,6 @@ def _for_cpu(args: AsyncEngineArgs, config: WorkerConfig) -> AsyncEngineArgs:
         args.kv_cache_memory_bytes = cache_of_cpu(
             longest=model.max_model_len, token_bytes=_token_bytes(model)
         )
-    return args
 
 
 def _token_bytes(model: ModelConfig) -> int:

@@ -16,7 +16,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 from vllm.config import VllmConfig
@@ -35,8 +35,7 @@ KEEP = "keep_kv_cache"  # in vLLM's `additional_config`
 MERGED = {"request_id", "new_token_ids", "new_logprobs", "prefill_stats", "trace_headers"}
 NO_PARTICULARS = {"finish_reason", "stop_reason", "num_nans_in_logits"}
 PARTICULARS = tuple({*EngineCoreOutput.__struct_fields__} - MERGED - NO_PARTICULARS)
-# For the type checker the mixins below are schedulers.
-Mixin = Scheduler if TYPE_CHECKING else object
+Mixin: Any = object  # lets mypy accept that the mixins below call a scheduler's methods
 
 
 def make_scheduler(*, vllm_config: VllmConfig, **arguments: object) -> Scheduler:

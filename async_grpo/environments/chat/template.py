@@ -97,7 +97,9 @@ class TemplateRenderer:
     ) -> list[int] | None:
         """See `Renderer`; a turn that was cut off gets its end token, which is not trained."""
         new, clean_tools = self._cleaner.clean(messages, tools)
-        before = self._until_said(self._text(ASKED, clean_tools))
+        asked = self._text(ASKED, clean_tools)
+        # Up to the end of the turn with `MARK`; some templates add a last end token.
+        before = asked[: asked.rindex(MARK)] + MARK + self._end
         after = self._text([*ASKED, *new], clean_tools, is_asked=True)
         if not after.startswith(before):
             return None
@@ -132,10 +134,6 @@ class TemplateRenderer:
                 f"the chat template of {self._name} does not take these messages: {error}"
             ) from error
         return str(text)
-
-    def _until_said(self, text: str) -> str:
-        """The text up to the end of the turn with `MARK`; some templates add a last end token."""
-        return text[: text.rindex(MARK)] + MARK + self._end
 
     def _ids(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
