@@ -104,15 +104,7 @@ def plan_of(
         lengths = replace(lengths, source=f"{lengths.source}, prompts of the data")
     work = work_of(asked, known, lengths)
     found = search(work, asked)
-    best = work(found.best.split)
-    return Plan(
-        asked=asked,
-        bills=bills_of(asked, found.best.split),
-        rates=best.rates,
-        lengths=best.lengths,
-        contributing=best.contributing,
-        found=found,
-    )
+    return Plan(work(found.best.split), bills_of(asked, found.best.split), found)
 
 
 def asked_of(run: LocalRun, fleet: Fleet, *, shape_of: str = "") -> Asked:

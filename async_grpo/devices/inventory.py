@@ -1,8 +1,8 @@
-"""The NVIDIA devices of this machine that this process may use, as `nvidia-smi` tells of them.
+"""The NVIDIA devices of this machine that this process may use, as `nvidia-smi` lists them.
 
-Dispatchers, `launch` and trainer ranks ask once, when they start, and hear with the remedy what the
-machine lacks for them: it is never found later. Nothing here imports torch, for variables of the
-environment that decide how it uses devices must be set before.
+Dispatchers, `launch` and trainer ranks read them once, when they start: an error names all that the
+machine lacks for them, with the remedy. Nothing here imports torch, because environment variables
+that decide how torch uses devices must be set before.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ import re
 import shutil
 import subprocess
 import sysconfig
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from glob import glob
 from importlib.metadata import PackageNotFoundError, version
+from itertools import takewhile
 from pathlib import Path
 
 from async_grpo.util import deadlines
@@ -26,11 +27,11 @@ logger = logging.getLogger(__name__)
 QUERY = "--query-gpu=index,uuid,name,memory.total,driver_version"
 DEVICE_FILES = "/dev/nvidia[0-9]*"  # a container may be given any of them
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-HIDES_ALL = ("-1", "NoDevFiles")  # as CUDA and Slurm write it
+HIDES_ALL = ("-1", "NoDevFiles")  # values with which CUDA and Slurm hide all devices
 LEAST_DRIVER = 580  # of CUDA 13, for which requirements/gpu.txt is built; tools/setup_env.sh too
 SHARED_MEMORY = Path("/dev/shm")
-LEAST_SHARED_BYTES = 1 << 30  # NCCL and engines of several devices meet there; Docker gives 64 MB
-# A number must mean the same device to torch as to the driver and to Ray.
+LEAST_SHARED_BYTES = 1 << 30  # for NCCL and engines of several devices; Docker gives 64 MB
+# A number must mean the same device to torch, the driver and Ray.
 DEVICE_ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # two names of one setting
 FORWARDED = re.compile(r"(NCCL|VLLM|TORCH|PYTORCH|HF|CUDA_DEVICE)_")
@@ -41,7 +42,7 @@ SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD|CREDENTIAL")
 class Device:
     """One NVIDIA device."""
 
-    index: int  # the driver's, by bus: what Ray and CUDA_VISIBLE_DEVICES mean by a number
+    index: int  # the driver's, by bus: a number of Ray's or in CUDA_VISIBLE_DEVICES
     uuid: str  # GPU-...
     name: str
     memory_mib: int
@@ -53,7 +54,7 @@ class Inventory:
 
     devices: tuple[Device, ...] = ()
     driver: str = ""  # its version, such as 580.95.05; empty without a device
-    num_unused: int = 0  # that are there, but torch was installed for CPUs
+    num_unused: int = 0  # devices that are there, but torch was installed for CPUs
 
     def __str__(self) -> str:
         """Such as "2 x NVIDIA H200 (141 GB)"."""
@@ -61,20 +62,21 @@ class Inventory:
         return f"{len(self.devices)} x {' or '.join(sorted(names))}" if names else "no device"
 
     def position(self, name: str) -> int | None:
-        """Where torch counts the device that Ray calls so, by number or uuid; None: it is hidden.
+        """Torch's index of the device that Ray names by number or uuid; None: it is hidden.
 
         >>> four = Inventory(tuple(Device(i, f"GPU-{i}a", "A", 1) for i in (2, 3)))
         >>> four.position("3"), four.position("GPU-2a"), four.position("0")
         (1, 0, None)
         """
-        for position, device in enumerate(self.devices):
-            if name in (str(device.index), device.uuid):
-                return position
-        return None
+        names = ((str(device.index), device.uuid) for device in self.devices)
+        return next((position for position, each in enumerate(names) if name in each), None)
 
 
 def ask_driver() -> str:
-    """A line a device, as `QUERY` has it; empty where there is neither driver nor device."""
+    """nvidia-smi's answer to `QUERY`, a line a device; empty without driver and devices.
+
+    Raises `ConfigError` where a device is there, and the driver does not answer.
+    """
     command = ("nvidia-smi", QUERY, "--format=csv,noheader,nounits")
     files = sorted(glob(DEVICE_FILES))
     try:
@@ -115,8 +117,8 @@ def read_inventory(
 ) -> Inventory:
     """The devices that `environ` lets a process use; none where torch is built for CPUs.
 
-    Raises `ConfigError` for devices whose driver does not answer, and for names that hide all of
-    them without being meant to.
+    Raises `ConfigError` for devices whose driver does not answer, and for a CUDA_VISIBLE_DEVICES
+    that hides all of them by mistake.
     """
     if not environ.get(VISIBLE, "all"):
         return Inventory()
@@ -138,7 +140,7 @@ def read_inventory(
 
 
 def visible(devices: Iterable[Device], names: str | None) -> tuple[Device, ...]:
-    """Those that CUDA_VISIBLE_DEVICES names, in its order; as CUDA does, up to an unknown name.
+    """The devices that CUDA_VISIBLE_DEVICES names, in its order; like CUDA up to an unknown name.
 
     >>> two = [Device(0, "GPU-ab", "A", 1), Device(1, "GPU-cd", "A", 1)]
     >>> [each.index for each in visible(two, "GPU-c,0,7,1")]
@@ -147,24 +149,21 @@ def visible(devices: Iterable[Device], names: str | None) -> tuple[Device, ...]:
     devices = tuple(devices)
     if names is None:
         return devices
-    found: list[Device] = []
-    for name in (each.strip() for each in names.split(",")):
-        is_meant = (
-            (lambda device, name=name: str(device.index) == name)
-            if name.isdigit()
-            else (lambda device, name=name: bool(name) and device.uuid.startswith(name))
-        )
-        meant = next(filter(is_meant, devices), None)
-        if meant is None:
-            break
-        found.append(meant)
-    return tuple(found)
+    meant = (_named(devices, name.strip()) for name in names.split(","))
+    return tuple(device for device in takewhile(bool, meant) if device)
+
+
+def _named(devices: Sequence[Device], name: str) -> Device | None:
+    """The device with a number, or the first whose uuid begins so."""
+    if name.isdigit():
+        return next((each for each in devices if str(each.index) == name), None)
+    return next((each for each in devices if name and each.uuid.startswith(name)), None)
 
 
 def usable_devices() -> Inventory:
-    """The devices of this machine, on which everything that a run needs has been found.
+    """The devices of this machine, after checks of driver, headers and shared memory.
 
-    Raises `ConfigError` for what is missing; says when devices are not used.
+    Raises `ConfigError` for what is missing; logs a warning when devices are not used.
     """
     inventory = read_inventory()
     if inventory.num_unused:
@@ -229,9 +228,9 @@ def check_seen(inventory: Inventory, *, num_seen: int) -> None:
 
 
 def prepare_for_devices(environ: MutableMapping[str, str]) -> None:
-    """Set what is not set yet, before torch first meets a device, in a trainer rank.
+    """Set torch's variables that are not set yet, before a trainer rank first uses a device.
 
-    Rows of ever different lengths would leave its memory in pieces.
+    Without expandable segments, rows of ever different lengths would fragment the memory.
 
     >>> environ = {"PYTORCH_ALLOC_CONF": "backend:cudaMallocAsync"}
     >>> prepare_for_devices(environ)
@@ -250,9 +249,9 @@ def own_ids() -> tuple[str, ...]:
 
 
 def forwarded(environ: Mapping[str, str]) -> dict[str, str]:
-    """What a dispatcher passes on to its workers, which inherit the environment of `ray start`.
+    """Variables that a dispatcher passes to its workers, which inherit those of `ray start` alone.
 
-    Secrets stay behind, for Ray writes the environment of its actors into logs.
+    Secrets are left out, because Ray writes the environment of its actors into logs.
 
     >>> forwarded({"NCCL_DEBUG": "INFO", "HF_TOKEN": "hf_1", "HOME": "/root"})
     {'CUDA_DEVICE_ORDER': 'PCI_BUS_ID', 'NCCL_DEBUG': 'INFO'}

@@ -1,8 +1,8 @@
-"""Who gets which device: from what machines have and what a run asks for. Pure.
+"""Assigns the devices of machines to the ranks and workers of a run. Pure.
 
-Demands are tried from the best to the least: a device for everybody; fewer ranks and workers, of
-whom the run's result does not depend; workers that share devices by fractions; one device that all
-share.
+Demands are tried from the best to the least: a device for each process; fewer ranks and workers, on
+whose number the run's result does not depend; workers that share devices by fractions; one device
+that all share.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from async_grpo.util.errors import ConfigError
 
-SHARED_IN_ALL = 0.9  # of a device that several share: each process has a CUDA context besides
+SHARED_IN_ALL = 0.9  # of a device that several share: each process also has a CUDA context
 LEAST_SHARE = 0.1
 ROUNDING = 1e-6
 
@@ -23,14 +23,14 @@ class Demand:
 
     who: str  # such as "generation worker"
     count: int
-    devices: int = 1  # each takes: its tensor parallel size
-    share: float = 1.0  # of each of them that it must have; below 1 others may have the rest
-    weight: int = 2  # of its share, where the plan decides it
+    devices: int = 1  # of each process: its tensor parallel size
+    share: float = 1.0  # of each device that a process must have; below 1 others may have the rest
+    weight: int = 2  # of a process's share, where the plan decides it
 
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """Where one rank or worker works; on its node's CPUs when it has no device."""
+    """The place of one rank or worker; on its node's CPUs when it has no device."""
 
     who: str
     node: int
@@ -40,18 +40,18 @@ class Seat:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where everybody works, and how it came to that."""
+    """The seats of all ranks and workers, and the demands that they meet."""
 
     seats: tuple[Seat, ...]
-    placed: tuple[Demand, ...]  # the ranks, then the workers: so many of each, with such shares
-    sentence: str
+    placed: tuple[Demand, ...]  # the ranks, then the workers, with the counts and shares they got
+    sentence: str  # that describes the placement
 
 
 def plan(nodes: Sequence[int], *, ranks: Demand, workers: Sequence[Demand]) -> Placement:
-    """Place the ranks and all workers on `nodes`, so many devices each.
+    """Place the ranks and all workers on `nodes`, given as the number of devices of each.
 
-    No device is promised to more than its whole. Raises `ConfigError`, in one sentence, when no
-    plan is left; without any device everybody works on CPUs.
+    The shares of a device never exceed 1. Without any device all processes work on CPUs. Raises
+    `ConfigError` when no demand fits.
     """
     demands = (ranks, *workers)
     if not sum(nodes):
@@ -90,7 +90,7 @@ def _from_best_to_least(
 
 
 def _by_weight(demands: Sequence[Demand], sharers: Sequence[Demand]) -> list[Demand]:
-    """The same with one device divided among the sharers, by their weights."""
+    """The demands with one device divided among the sharers by their weights."""
     fixed = sum(d.count * d.share for d in demands if d not in sharers and d.share < 1)
     weights = sum(each.count * each.weight for each in sharers) or 1
     room = SHARED_IN_ALL - fixed
@@ -105,8 +105,8 @@ def _by_weight(demands: Sequence[Demand], sharers: Sequence[Demand]) -> list[Dem
 def _place(nodes: Sequence[int], demands: Sequence[Demand]) -> list[Seat] | None:
     """Seats in the order of the demands, None when they do not fit.
 
-    Whole devices first, those who need most of a node before others; ranks from the first device
-    on, workers from the last back. A share goes where the least is left that is enough for it.
+    Whole devices are placed first, processes with most devices before others; ranks from the first
+    device on, workers from the last back. A share takes the device with the least room for it.
     """
     if any(not LEAST_SHARE <= each.share <= 1 for each in demands if each.count):
         return None
@@ -122,14 +122,14 @@ def _place(nodes: Sequence[int], demands: Sequence[Demand]) -> list[Seat] | None
             for place in found:
                 left[place] -= demand.share
             devices = tuple(device for _, device in found)
-            seat = Seat(f"{demand.who} {i}", found[0][0], devices, demand.share)
-            seats[number, i] = seat
+            seats[number, i] = Seat(f"{demand.who} {i}", found[0][0], devices, demand.share)
     return [seats[key] for key in sorted(seats)]
 
 
 def _room(
     left: dict[tuple[int, int], float], demand: Demand, num_nodes: int, *, is_rank: bool
 ) -> list[tuple[int, int]] | None:
+    """(node, device) of each device for one process, all of one node; None: no node has room."""
     nodes = range(num_nodes) if is_rank else range(num_nodes - 1, -1, -1)
     for node in nodes:
         enough = [at for at in left if at[0] == node and left[at] >= demand.share - ROUNDING]

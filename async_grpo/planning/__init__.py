@@ -1,10 +1,10 @@
-"""What a run takes, before it is started: memory of every role, time of a step, who gets devices.
+"""Predicts a run before it starts: the memory of every role, the time of a step, the best split.
 
-    asked  ─▶ bills      what each role holds, a line and a formula each, and whether it fits
-    asked  ─▶ rates      how fast each role is by peaks; known: given, measured in earlier runs
-    rates  ─▶ service    the run on a virtual clock: registries and batcher are the service's own,
+    asked  ─▶ bills      the memory of each role, a formula for each line, and whether it fits
+    asked  ─▶ rates      how fast each role is by peaks; known: by a file, or by earlier runs
+    rates  ─▶ service    the run on a virtual clock: registries and batcher are the real ones,
                          workers and ranks take as long as their rates say
-    service ─▶ search    which split of the devices, and which staleness
+    service ─▶ search    the best split of the devices, and the best staleness
 
-docs/planning.md says what is assumed, docs/scaling.md what is simulated.
+docs/planning.md states what is assumed, docs/scaling.md what is simulated.
 """

@@ -1,9 +1,9 @@
-"""An event loop whose clock jumps to whatever happens next, and what is busy on it.
+"""An event loop whose clock jumps to the next event, and simulated processes and engines on it.
 
 An engine decodes its running sequences in lock step, one token each a step. A step takes `step_s +
 per_sequence_s * running + per_kv_token_s * tokens in the cache`. Progress is counted in steps: a
-sequence of L tokens that starts at step v ends at step v + L, whatever the speed was. How long a
-step takes is worked out when a sequence starts or ends, not at every token.
+sequence of L tokens that starts at step v ends at step v + L, whatever the speed was. The engine
+computes how long a step takes when a sequence starts or ends, not at every token.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class _Jump(selectors.DefaultSelector):
-    """Instead of waiting for the next timer, the time is moved to it."""
+    """Moves the time to the next timer instead of waiting for it."""
 
     now_s = 0.0
 
@@ -33,7 +33,7 @@ class _Jump(selectors.DefaultSelector):
         if timeout is None:
             raise RuntimeError("everybody waits and nothing is scheduled")
         self.now_s += max(timeout, 0.0)
-        return []  # nothing comes from outside
+        return []  # there is no input or output
 
 
 class _Loop(asyncio.SelectorEventLoop):
@@ -46,7 +46,7 @@ class _Loop(asyncio.SelectorEventLoop):
 
 
 def run(scenario: Coroutine[object, object, T]) -> T:
-    """What the coroutine returns; sleeping costs no time.
+    """Run the coroutine on a virtual clock, on which sleeping costs no time; return its result.
 
     >>> async def scenario():
     ...     await asyncio.sleep(3600)
@@ -54,7 +54,7 @@ def run(scenario: Coroutine[object, object, T]) -> T:
     >>> run(scenario())
     3600.0
     """
-    gc.disable()  # as the controller does while a run lasts: it takes a seventh of the time
+    gc.disable()  # like the controller of a run: collecting takes a seventh of the time
     try:
         with asyncio.Runner(loop_factory=_Loop) as runner:
             return runner.run(scenario)
@@ -63,14 +63,14 @@ def run(scenario: Coroutine[object, object, T]) -> T:
 
 
 class Process:
-    """Serves one call after the other, as an actor's event loop does."""
+    """A process that serves one call after the other, like an actor's event loop."""
 
     def __init__(self) -> None:
         self.free_at_s = 0.0
         self.worked_s = 0.0
 
     async def work(self, seconds: float) -> None:
-        """Wait in line, then for `seconds` of the process."""
+        """Wait for the calls before this one, then for `seconds` of work."""
         now_s = asyncio.get_running_loop().time()
         self.free_at_s = max(self.free_at_s, now_s) + seconds
         self.worked_s += seconds
@@ -80,35 +80,35 @@ class Process:
 
 @dataclass(slots=True)
 class _Group:
-    """A question's sequences, which are answered together."""
+    """A question's sequences, whose caller waits for all of them."""
 
-    left: int
+    left: int  # sequences that have not ended
     ended: asyncio.Future[None]
 
 
 class Engine:
-    """Continuous batching: a sequence that ends makes room for the next one in line."""
+    """Continuous batching: a sequence that ends makes room for the next waiting one."""
 
     def __init__(self, rates: EngineRates) -> None:
         self._rates = rates
         self._loop = asyncio.get_running_loop()
         self._steps = 0.0
         self._kv_tokens = 0.0
-        self._known_s = 0.0  # up to when the above is worked out
+        self._known_s = 0.0  # the time at which `_steps` and `_kv_tokens` were computed
         self._stalled_until_s = 0.0
         self._step_s = rates.step_s
         self._next_end: asyncio.TimerHandle | None = None
-        # (step of the end, tie, tokens of the whole, its group)
+        # (step of the end, tie-breaker, tokens of prompt and output, group)
         self._running: list[tuple[float, int, int, _Group]] = []
-        self._waiting: deque[tuple[int, int, _Group]] = deque()  # prompt, output
+        self._waiting: deque[tuple[int, int, _Group]] = deque()  # (prompt, output, group)
         self._ties = 0
-        self.sequence_s = 0.0  # seconds in a slot, over all sequences
+        self.sequence_s = 0.0  # seconds of running, summed over sequences
         self.busy_s = 0.0
         self.recomputed_tokens = 0.0
         self.stalled_s = 0.0
 
     async def generate(self, prompt_tokens: int, lengths: Sequence[int]) -> None:
-        """Sequences of one question, which read their prompt once, until the last one ends."""
+        """Run the sequences of a question, which share one prefill, until the last one ends."""
         self.catch_up()
         group = _Group(len(lengths), self._loop.create_future())
         self._waiting.extend((prompt_tokens, length, group) for length in lengths)
@@ -118,7 +118,7 @@ class Engine:
         await group.ended
 
     def update(self, seconds: float) -> None:
-        """New weights: nothing runs while they are loaded and running sequences are read again."""
+        """Load new weights in `seconds`, then rebuild the caches of running sequences."""
         self.catch_up()
         again = 0.0 if self._rates.keeps_caches else self._kv_tokens
         self.recomputed_tokens += again
@@ -130,7 +130,7 @@ class Engine:
         self.stalled_s += seconds
 
     def catch_up(self) -> None:
-        """Bring tokens and seconds up to this moment."""
+        """Compute tokens and seconds up to now."""
         now_s, running = self._loop.time(), len(self._running)
         if running:
             self.sequence_s += running * (now_s - self._known_s)
@@ -161,7 +161,7 @@ class Engine:
 
     def _end_sequences(self) -> None:
         self.catch_up()
-        self._steps = max(self._steps, self._running[0][0])  # against rounding
+        self._steps = max(self._steps, self._running[0][0])  # rounding may leave it below
         while self._running and self._running[0][0] <= self._steps + EPSILON:
             _, _, num_tokens, group = heapq.heappop(self._running)
             self._kv_tokens -= num_tokens
@@ -175,7 +175,7 @@ class Engine:
 
 
 class Local:
-    """As the handle of an actor, of an object in this process."""
+    """Gives an object of this process the interface of an actor's handle."""
 
     def __init__(self, actor: object) -> None:
         self._actor = actor

@@ -1,9 +1,8 @@
-"""What is known of a run's speeds and lengths, and with it the work of any split.
+"""Speeds and lengths of a run, by peaks, files or earlier runs; with them the work of any split.
 
-Of earlier runs only the files that they have left are read. First speeds follow from their rows by
-least squares; then each run is simulated itself, and speeds are corrected until its simulation is
-busy for as long as the run was. What a run's processes lost by sharing cores is in that simulation
-too, and so not in the rates.
+Rates are fitted to the metrics of earlier runs: first by least squares on the rows, then by
+simulating each run and correcting the rates until its simulation is busy for as long as the run
+was. The simulation has the run's processes share its cores, so the rates are those of whole cores.
 """
 
 from __future__ import annotations
@@ -38,26 +37,27 @@ from async_grpo.util.errors import ConfigError
 from async_grpo.util.run_folder import METRICS_FILE
 
 ASSUMED_PROMPT = 200
-FIRST_ROW = 2  # those before pay for the start: compiling, filling the window
+FIRST_ROW = 2  # the rows before have the cost of the start: compiling, filling the window
 LEAST_ROWS = 3
-MAX_SAMPLES = 20_000  # whose lengths are read, the newest
-CORRECTIONS, CLOSE = 12, 0.01  # times that speeds are corrected, and a share that is near enough
-PRIOR_SEQS = 20.0  # sequences that cost an engine's step as much as its constant, where runs do not
-PRIOR_WEIGHT = 0.1  # tell the two apart
+MAX_SAMPLES = 20_000  # the newest, whose lengths are read
+CORRECTIONS, CLOSE = 12, 0.01  # most corrections of rates; relative error at which they end
+# A weak prior for runs that do not tell an engine's constant from its cost for each sequence: at so
+# many sequences the two are equal.
+PRIOR_SEQS, PRIOR_WEIGHT = 20.0, 0.1
 Row = Mapping[str, Any]  # of training_metrics.jsonl
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Known:
-    """Where speeds come from, beside the peaks of devices."""
+    """The sources of rates beside the peaks of devices."""
 
     runs: tuple[EarlierRun, ...] = ()
-    given: Mapping[str, object] = field(default_factory=dict)  # tables of a file
+    given: Mapping[str, object] = field(default_factory=dict)  # tables of `file`
     file: str = ""
 
 
 def layout_of(asked: Asked, split: Split) -> Layout:
-    """How a split lies on the machines: ranks fill them from the first, engines the others."""
+    """The split's layout on machines: ranks fill the first ones, engines the others."""
     a_node = asked.fleet.of_a_node
     is_one = asked.on_cpu or len(asked.fleet.nodes) == 1
     return Layout(
@@ -73,7 +73,7 @@ def layout_of(asked: Asked, split: Split) -> Layout:
 
 
 def rates_at(asked: Asked, known: Known, split: Split) -> Rates:
-    """Of peaks; with what runs measured, and what a file gives, in their place."""
+    """The rates of a split by peaks, replaced by what runs measured and what a file gives."""
     rates = from_peaks(asked.model, asked.fleet.kind, layout_of(asked, split))
     if known.runs:
         rates = rates_of(known.runs, rates)
@@ -81,7 +81,7 @@ def rates_at(asked: Asked, known: Known, split: Split) -> Rates:
 
 
 def work_of(asked: Asked, known: Known, lengths: Lengths) -> Callable[[Split], Work]:
-    """The work of a split: its rates, and what every split has in common."""
+    """A function that gives the work of a split; measured rates are the same for all splits."""
     contributing = fmean([seen_of(run).contributing for run in known.runs] or [1.0])
     fixed = rates_at(asked, known, asked.own_split) if known.runs else None
 
@@ -96,9 +96,9 @@ def work_of(asked: Asked, known: Known, lengths: Lengths) -> Callable[[Split], W
 def lengths_of(
     asked: Asked, known: Known, *, output_tokens: float = 0.0, prompt_tokens: int = 0
 ) -> Lengths:
-    """Given, as the newest of the runs had them, or assumed.
+    """Lengths as given, as the newest of the runs had them, or assumed.
 
-    Raises `ConfigError` for outputs that are longer than the longest.
+    Raises `ConfigError` for a mean output above --max-generation-tokens.
     """
     train = asked.train
     if output_tokens > train.sampling.max_generation_tokens:
@@ -120,7 +120,7 @@ def lengths_of(
 
 
 def _cut(lengths: Lengths, *, longest: int) -> Lengths:
-    """What no minibatch holds is cut, as the run would."""
+    """The lengths with outputs cut to `longest` tokens, as a run cuts what no minibatch holds."""
     outputs = lengths.outputs
     if isinstance(outputs, LogNormal):
         return replace(lengths, outputs=replace(outputs, longest=min(outputs.longest, longest)))
@@ -130,7 +130,7 @@ def _cut(lengths: Lengths, *, longest: int) -> Lengths:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredStep:
-    """What a run did in a gradient step, on average; seconds of one."""
+    """Means over the gradient steps of a run, in seconds of one step."""
 
     generating_s: float
     scoring_s: float
@@ -143,7 +143,7 @@ class MeasuredStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EarlierRun:
-    """An earlier run."""
+    """An earlier run of the same model, with its metrics."""
 
     name: str
     asked: Asked
@@ -152,7 +152,7 @@ class EarlierRun:
 
 
 def read_rows(folder: Path) -> tuple[Row, ...]:
-    """The measured lines of a run's metrics; raises `ConfigError` where there are too few."""
+    """The rows of a run's metrics after its start; raises `ConfigError` if they are too few."""
     file = folder / METRICS_FILE
     try:
         lines = file.read_text().split("\n")[:-1]
@@ -171,7 +171,7 @@ def read_rows(folder: Path) -> tuple[Row, ...]:
 
 
 def read_lengths(folder: Path, rows: Sequence[Row], *, dump: str) -> Lengths:
-    """Output tokens of a run's groups; of its means alone where samples were not dumped."""
+    """Output tokens of a run's groups; if samples were not dumped, the mean alone."""
     prompt = fmean(row["avg_prompt_tokens"] for row in rows)
     groups: dict[tuple[int, int], list[int]] = {}
     for line in _last_lines(folder / dump) if dump else ():
@@ -185,15 +185,15 @@ def read_lengths(folder: Path, rows: Sequence[Row], *, dump: str) -> Lengths:
 
 
 def _last_lines(file: Path) -> Iterator[str]:
-    if not file.exists():
-        return iter(())
-    with file.open() as lines:
-        count = sum(1 for _ in lines)
-    return itertools.islice(file.open(), max(0, count - MAX_SAMPLES), None)
+    if file.exists():
+        with file.open() as lines:
+            count = sum(1 for _ in lines)
+            lines.seek(0)
+            yield from itertools.islice(lines, max(0, count - MAX_SAMPLES), None)
 
 
 def seen_of(run: EarlierRun) -> MeasuredStep:
-    """Means over the rows."""
+    """Means over the rows of a run."""
     engines = run.asked.own_split.engines
 
     def of(name: str) -> float:
@@ -222,10 +222,10 @@ def _training_s(row: Row) -> float:
 
 
 def rates_of(runs: Sequence[EarlierRun], rates: Rates) -> Rates:
-    """`rates` with what the runs measured in their place."""
-    names = " and ".join(run.name for run in runs)
-    engine, trainer, seen = _engine(runs), _trainer(runs, rates), [*map(seen_of, runs)]
-    constant, per_sequence, running = engine
+    """`rates` with those of engines, ranks, scorers and weights as the runs measured them."""
+    seen, (constant, per_sequence, running) = [*map(seen_of, runs)], _engine(runs)
+    measured = ["engine", "trainer", "sync", *["scorer"] * any(each.scoring_s for each in seen)]
+    source = f"measured in {' and '.join(run.name for run in runs)}"
     peak = rates.engine.step_s + rates.engine.per_sequence_s * running
     scale = (constant + per_sequence * running) / peak
     pause = fmean(each.pause_s for each in seen)
@@ -238,18 +238,15 @@ def rates_of(runs: Sequence[EarlierRun], rates: Rates) -> Rates:
             per_kv_token_s=0.0,
             per_prefill_token_s=rates.engine.per_prefill_token_s * scale,
         ),
-        trainer=replace(rates.trainer, cost_per_second=trainer, round_floor_s=0.0),
+        trainer=replace(rates.trainer, cost_per_second=_trainer(runs, rates), round_floor_s=0.0),
         sync=replace(
             rates.sync,
             gather_s=fmean(each.gathering_s for each in seen),
             transfer_s=max(0.0, fmean(each.sync_s for each in seen) - pause),
             load_s=pause,
         ),
-        sources={**rates.sources, **dict.fromkeys(("engine", "trainer", "sync"),
-                                                  f"measured in {names}")},
-    )  # fmt: skip
-    if any(each.scoring_s for each in seen):
-        found = replace(found, sources={**found.sources, "scorer": f"measured in {names}"})
+        sources={**rates.sources, **dict.fromkeys(measured, source)},
+    )
     for _ in range(CORRECTIONS):
         by = _factors(found, runs, seen)
         slowed = {name: slower(getattr(found, name), by[name]) for name in by}
@@ -262,30 +259,30 @@ def rates_of(runs: Sequence[EarlierRun], rates: Rates) -> Rates:
 def _factors(
     rates: Rates, runs: Sequence[EarlierRun], seen: Sequence[MeasuredStep]
 ) -> dict[str, float]:
-    """How many times as long as their simulations each role of the runs was busy."""
+    """The square root of the factor by which each role was busy longer than in simulations."""
     factors: dict[str, list[float]] = {"engine": [], "trainer": [], "scorer": []}
     for run, real in zip(runs, seen, strict=True):
         bound = run.asked.train.sampling.max_staleness
         work = Work(
             asked=run.asked, rates=rates, lengths=run.lengths, contributing=real.contributing
         )
-        told = predict(work, run.asked.own_split, max_staleness=bound)
-        factors["engine"].append(real.generating_s / told.generating_s)
-        factors["trainer"].append(real.training_s / (told.training_s + told.optimizer_s))
-        if real.scoring_s and told.scoring_s:
-            factors["scorer"].append(real.scoring_s / told.scoring_s)
+        found = predict(work, run.asked.own_split, max_staleness=bound)
+        factors["engine"].append(real.generating_s / found.generating_s)
+        factors["trainer"].append(real.training_s / (found.training_s + found.optimizer_s))
+        if real.scoring_s and found.scoring_s:
+            factors["scorer"].append(real.scoring_s / found.scoring_s)
     return {
-        # Half of the way: a batch that waits for another may gain more than its engines do.
-        name: float(np.exp(np.mean(np.log(found)) / 2)) if found else 1.0
-        for name, found in factors.items()
+        # The root, a half correction: a batch that waits for another may gain more than engines do.
+        name: float(np.exp(np.mean(np.log(of_runs)) / 2)) if of_runs else 1.0
+        for name, of_runs in factors.items()
     }
 
 
 def _engine(runs: Sequence[EarlierRun]) -> tuple[float, float, float]:
-    """(constant, for each sequence, sequences) of an engine's step in seconds, by least squares.
+    """(constant, for each sequence, mean sequences) of an engine's step, in seconds.
 
-    By Little's law a running sequence has a token every (sample-seconds / tokens) seconds, which
-    is the step: constant + per sequence * running.
+    By Little's law a running sequence has a token every (sample-seconds / tokens) seconds. That is
+    the time of a step, to which least squares fit constant + per sequence * running.
     """
     points = [point for run in runs for point in _engine_points(run)]
     running, step = np.array(points).T
@@ -301,7 +298,7 @@ def _engine(runs: Sequence[EarlierRun]) -> tuple[float, float, float]:
 
 
 def _engine_points(run: EarlierRun) -> Iterator[tuple[float, float]]:
-    """(sequences of an engine that run, seconds of its step) of each row."""
+    """(running sequences of an engine, seconds of its step) of each row."""
     split = run.asked.own_split
     capacity = run.asked.workers[run.asked.generation].capacity
     for row in run.rows:
@@ -315,7 +312,7 @@ def _engine_points(run: EarlierRun) -> Iterator[tuple[float, float]]:
 
 
 def _trainer(runs: Sequence[EarlierRun], rates: Rates) -> float:
-    """Costs a second of one rank, in units of one token's products."""
+    """The cost that one rank trains in a second, in units of one token's products."""
     spent = done = 0.0
     ratio, overhead_s = rates.trainer.attention_ratio, rates.trainer.round_overhead_s
     for run in runs:

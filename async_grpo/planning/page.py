@@ -1,4 +1,4 @@
-"""A plan on a page: what is held, how long a step takes and why, what to set."""
+"""A plan as text: memory, the time of a step and its causes, the options to set."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from dataclasses import asdict, dataclass
 from async_grpo.devices.bill import GIB, MIB
 from async_grpo.planning.asked import Asked
 from async_grpo.planning.bills import RoleBill
-from async_grpo.planning.prediction import Prediction
-from async_grpo.planning.rates import Lengths, Rates
+from async_grpo.planning.prediction import Prediction, Work
 from async_grpo.planning.search import Found
 
-LITTLE = 0.05  # of a step, that is worth no word
+LITTLE = 0.05  # of a step: less is not mentioned
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Plan:
     """All that `async-grpo plan` finds."""
 
-    asked: Asked
+    work: Work  # of the best split
     bills: tuple[RoleBill, ...]
-    rates: Rates
-    lengths: Lengths
-    contributing: float
     found: Found
+
+    @property
+    def asked(self) -> Asked:
+        return self.work.asked
 
     @property
     def best(self) -> Prediction:
@@ -38,7 +38,7 @@ class Phase:
 
     name: str
     seconds: float
-    beside: bool  # others go on meanwhile
+    beside: bool  # ranks go on meanwhile
     formula: str
     source: str
 
@@ -59,7 +59,7 @@ def in_words(plan: Plan) -> str:
 
 
 def as_text(plan: Plan) -> str:
-    """The plan for machines."""
+    """The plan as JSON."""
     content = {
         "devices": str(plan.asked.fleet),
         "parameters": plan.asked.model.num_parameters,
@@ -77,7 +77,7 @@ def as_text(plan: Plan) -> str:
         "splits": [asdict(each) for each in plan.found.tried],
         "settings": settings(plan),
         "unused_devices": unused_devices(plan),
-        "rates": asdict(plan.rates),
+        "rates": asdict(plan.work.rates),
         "assumptions": [*assumptions(plan)],
     }  # fmt: skip
     return json.dumps(content, indent=1)
@@ -106,7 +106,7 @@ def _head(plan: Plan) -> str:
 
 
 def unused_devices(plan: Plan) -> int:
-    """That the recommended split leaves over."""
+    """Devices that the recommended split leaves unused."""
     if plan.asked.on_cpu or plan.asked.is_shared:
         return 0
     return plan.asked.fleet.num_devices - plan.asked.devices_of(plan.best.split)
@@ -142,8 +142,8 @@ def _bill(role: RoleBill) -> str:
 
 
 def phases(plan: Plan) -> tuple[Phase, ...]:
-    """Of one gradient step with the recommended split."""
-    best, rates, train = plan.best, plan.rates, plan.asked.train
+    """The parts of one gradient step with the recommended split."""
+    best, rates, train = plan.best, plan.work.rates, plan.asked.train
     samples = train.batching.questions_per_step * train.sampling.samples_per_question
     verifiers = max(1, plan.asked.num_verifiers)
     engine, trainer, sync = rates.engine, rates.trainer, rates.sync
@@ -190,7 +190,7 @@ def _phases(plan: Plan) -> Iterator[str]:
 
 
 def what_bounds(plan: Plan) -> str:
-    """In a sentence or two."""
+    """A sentence or two on what bounds the time of a step."""
     best = plan.best
     busy = (best.training_s + best.optimizer_s) / best.step_s
     blocked, gathering = best.blocked_s / best.step_s, best.gathering_s / best.step_s
@@ -198,7 +198,7 @@ def what_bounds(plan: Plan) -> str:
     scoring, control = best.scoring_s / best.step_s, best.control_s / best.step_s
     if control > 1 - 2 * LITTLE:
         return "The control process bounds the step: samples are more than one process can book."
-    sync = plan.rates.sync
+    sync = plan.work.rates.sync
     carried = (
         (sync.transfer_s + sync.load_s) / plan.asked.train.batching.steps_per_batch / best.step_s
     )
@@ -241,7 +241,7 @@ def _curve(curve: Sequence[Prediction]) -> Iterator[str]:
 
 
 def settings(plan: Plan) -> tuple[str, ...]:
-    """Lines of run.toml."""
+    """Lines for run.toml that set the recommended split."""
     best, asked = plan.best, plan.asked
     machines = -(-best.split.ranks // asked.fleet.of_a_node) if not asked.on_cpu else 1
     lines = ["[train]", f"nproc_per_node = {best.split.ranks // machines}"]
@@ -261,7 +261,7 @@ def settings(plan: Plan) -> tuple[str, ...]:
 
 
 def threads_in_words(plan: Plan) -> str:
-    """How many cores the processes of the recommended split can use."""
+    """A sentence on the cores that the processes of the recommended split can use."""
     split, fleet = plan.best.split, plan.asked.fleet
     computing = split.ranks + split.engines + sum(split.scorers)
     text = (
@@ -273,12 +273,13 @@ def threads_in_words(plan: Plan) -> str:
 
 
 def assumptions(plan: Plan) -> Iterator[str]:
-    """Sentences that say what was measured, given and assumed."""
-    best, asked, rates = plan.best, plan.asked, plan.rates
-    mean, _ = plan.lengths.moments()
-    yield (f"lengths: {plan.lengths.source}; mean output {mean:,.0f} tokens, prompts of "
-           f"{plan.lengths.prompt}")  # fmt: skip
-    yield (f"{plan.contributing:.0%} of the questions are trained: groups without variance are "
+    """Sentences on what was measured, given and assumed."""
+    best, asked, work = plan.best, plan.asked, plan.work
+    rates, lengths = work.rates, work.lengths
+    mean, _ = lengths.moments()
+    yield (f"lengths: {lengths.source}; mean output {mean:,.0f} tokens, prompts of "
+           f"{lengths.prompt}")  # fmt: skip
+    yield (f"{work.contributing:.0%} of the questions are trained: groups without variance are "
            "counted and not sent")  # fmt: skip
     for table in ("engine", "trainer", "scorer", "sync", "control"):
         if table != "scorer" or asked.scorers:

@@ -1,11 +1,11 @@
-"""A run's scenario from its options, rates and lengths, and what the simulation makes of it.
+"""Makes a run's scenario from its options, rates and lengths, and predicts it by simulation.
 
-A large run is simulated at a part of its size: a k-th of the questions, engines, ranks and scoring
-workers, each as fast as the whole's, with a control process that is k times as busy. Where as many
-samples as here meet so many workers, a batch takes as long (tests/planning/test_service.py); its
-longest output is that of fewer samples. Where there are few workers for many questions, a batch is
-thinned instead: an m-th of its questions, with an m-th of what a batch costs once, in an m-th of
-the time; its last outputs count for more than they would.
+A large run is simulated in part: a k-th of the questions, engines, ranks and scoring workers, each
+as fast as in the whole run, with a control process that is k times as busy. A batch of the part
+takes as long (tests/planning/test_service.py), but its longest output is that of fewer samples.
+A run of few workers and many questions is thinned instead: an m-th of a batch's questions, with an
+m-th of the costs that a batch has once, in an m-th of the time. The last outputs of a batch then
+count for too much.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from async_grpo.planning.service import Scenario, Scorers, mean, simulate
 
 WARM_UP = 2  # batches until generation is as far ahead as it may be
 SIMULATED_SAMPLES = 2048  # of a batch, above which a part of the run is simulated
-MEASURED_SAMPLES, MEASURED = 2_000, (2, 12)  # about so many samples, in so many batches
+MEASURED_SAMPLES, MEASURED = 2_000, (2, 12)  # samples, roughly; least and most batches
 PLACES_HELD = 0.45  # share of an engine's places that hold a sequence, for an even flow
 LEAST_ENGINES = 8  # of a part
-SHARES = 6  # times that speeds of shared cores or devices are looked for
+SHARES = 6  # most iterations that find how far shared cores or devices slow processes down
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What is to be predicted, whatever the split."""
+    """A run with its rates and lengths, ready to be predicted."""
 
     asked: Asked
     rates: Rates
@@ -47,29 +47,29 @@ class Prediction:
     step_s: float
     samples_per_s: float
     tokens_per_s: float  # prompts and outputs trained
-    generating_s: float  # an engine has any sequence, mean over engines
-    reading_s: float  # of these, it reads prompts, loads weights, computes caches again
-    scoring_s: float  # a scoring worker, mean over them
-    training_s: float  # ranks compute, the slowest of each round
+    generating_s: float  # an engine has at least one sequence, mean over engines
+    reading_s: float  # of these, it reads prompts, loads weights, rebuilds caches
+    scoring_s: float  # a scoring worker works, mean over workers
+    training_s: float  # the slowest rank of each round computes
     rounds: float
     optimizer_s: float
     gathering_s: float  # ranks stand still for new weights
-    blocked_s: float  # ranks wait for the weights before these to be through
+    blocked_s: float  # ranks wait until the weights before these have arrived
     control_s: float
     places: float  # share of the engines' places that hold a sequence
-    part: int = 1  # one of so many parts of the run was simulated
-    thin: int = 1  # times as many questions as were simulated
-    slowed: float = 1.0  # by sharing cores
+    part: int = 1  # a 1 / part of the run was simulated
+    thin: int = 1  # a 1 / thin of the questions of a batch was simulated
+    slowed: float = 1.0  # factor by which sharing cores or devices slows every process
 
     @property
     def waiting_s(self) -> float:
-        """Ranks have nothing to compute."""
+        """Seconds in which ranks have nothing to compute."""
         known = self.training_s + self.optimizer_s + self.gathering_s + self.blocked_s
         return max(0.0, self.step_s - known)
 
 
 def predict(work: Work, split: Split, *, max_staleness: int) -> Prediction:
-    """The run on the virtual clock; all processes are slowed as they share cores, or devices."""
+    """Predict the run by simulation; processes that share cores or devices slow each other."""
     asked, fleet, times = work.asked, work.asked.fleet, 1.0
     places = fleet.num_cores / fleet.threads or fleet.num_devices * asked.is_shared
     found = _predict(work, split, max_staleness, times)
@@ -80,7 +80,7 @@ def predict(work: Work, split: Split, *, max_staleness: int) -> Prediction:
             + (found.training_s + found.optimizer_s) * split.ranks
             + found.control_s * asked.on_cpu / fleet.threads
         )
-        # So many run at a time, on average: each has the rest of the places' time.
+        # The mean number of processes that compute at a time, over the places that they share.
         wanted = max(1.0, busy / (places * found.step_s))
         if abs(wanted - times) < 0.01 * times:
             break
@@ -126,7 +126,7 @@ def _predict(work: Work, split: Split, max_staleness: int, times: float) -> Pred
 
 
 def scenario_of(work: Work, split: Split, *, max_staleness: int) -> tuple[Scenario, int]:
-    """What is simulated, and of how many equal parts of the run it is one."""
+    """The scenario of one part of the run, and the number of equal parts."""
     asked, train = work.asked, work.asked.train
     part = part_of(asked, split)
     scorer = work.rates.scorer
@@ -146,7 +146,7 @@ def scenario_of(work: Work, split: Split, *, max_staleness: int) -> tuple[Scenar
     questions = max(1, round(train.batching.batch_size / part / steps)) * steps
     engines, ranks = (max(1, round(count / part)) for count in (split.engines, split.ranks))
     capacity = max(1, min(engine.num_seqs, int(room)))
-    # What rounding takes or gives is made up for by their speed.
+    # Rates make up for rounded numbers of engines and ranks.
     own_engine = slower(work.rates.engine, engines * part / split.engines)
     own_trainer = replace(
         work.rates.trainer,
@@ -171,16 +171,15 @@ def scenario_of(work: Work, split: Split, *, max_staleness: int) -> tuple[Scenar
         contributing=work.contributing,
         waits_for_step=train.batching.deterministic or find_algorithm(train).waits_for_step,
     )
-    # Behind those that are measured, as many are generated as ever.
+    # More batches than are measured, so that generation goes on behind the last of these.
     num_batches = WARM_UP + _measured(scenario) + 2 * max_staleness + 1
     return replace(scenario, num_batches=num_batches), part
 
 
 def _measured(scenario: Scenario) -> int:
-    """Batches whose means are told: those that began together make steps of different lengths.
+    """How many batches are measured: whole turns of the S + 1 batches that are under way at once.
 
-    Of S + 1 batches that are on their way at a time the first takes longest: whole turns of them
-    are measured.
+    Batches of one turn make steps of different lengths, and the first takes longest.
     """
     samples, turn = scenario.batch_size * scenario.samples_per_question, scenario.max_staleness + 1
     wanted = min(max(MEASURED_SAMPLES // samples, MEASURED[0]), MEASURED[1])
@@ -188,12 +187,8 @@ def _measured(scenario: Scenario) -> int:
 
 
 def even_flow(work: Work, split: Split) -> tuple[float, float, float]:
-    """Seconds of generating, training and scoring one batch, were nothing to vary."""
-    scenario, _ = scenario_of(work, split, max_staleness=1)
-    return _flow(scenario, work.lengths)
-
-
-def _flow(scenario: Scenario, lengths: Lengths) -> tuple[float, float, float]:
+    """Seconds of generating, training and scoring one batch, if all samples took the mean time."""
+    (scenario, _), lengths = scenario_of(work, split, max_staleness=1), work.lengths
     (length, square), prompt = lengths.moments(), lengths.prompt
     num = scenario.batch_size * scenario.samples_per_question
     engine, engines = scenario.engine, scenario.num_engines
@@ -215,18 +210,18 @@ def _flow(scenario: Scenario, lengths: Lengths) -> tuple[float, float, float]:
 
 
 def part_of(asked: Asked, split: Split) -> int:
-    """Of how many equal parts one is simulated: no more than leave several engines and ranks."""
+    """The number of parts of which one is simulated; a part keeps `LEAST_ENGINES`, and ranks."""
     most = min(split.engines // LEAST_ENGINES, split.ranks // LEAST_ENGINES)
     return max(1, min(most, wanted_parts(asked)))
 
 
 def wanted_parts(asked: Asked) -> int:
-    """So many that one has no more samples than are worth simulating."""
+    """The number of parts of `SIMULATED_SAMPLES` samples."""
     return asked.num_samples // SIMULATED_SAMPLES
 
 
 def thinned(scenario: Scenario, *, most: int) -> tuple[Scenario, int]:
-    """With about as few questions as make `most` samples, and by how many times fewer."""
+    """The scenario with about `most` samples a batch, and the factor of its questions."""
     steps = scenario.steps_per_batch
     samples = scenario.batch_size * scenario.samples_per_question
     times = min(samples // most, scenario.batch_size // steps)
@@ -243,7 +238,7 @@ def thinned(scenario: Scenario, *, most: int) -> tuple[Scenario, int]:
 
 
 def slowed(scenario: Scenario, times: float) -> Scenario:
-    """With every process so many times as slow."""
+    """The scenario with every process `times` as slow."""
     return replace(
         scenario,
         engine=slower(scenario.engine, times),

@@ -1,8 +1,9 @@
-"""How fast each role is, how long samples are, and who says so. Pure.
+"""The rates of each role, the lengths of samples, and the source of both. Pure.
 
-From peaks of one kind of device: an engine's step is a roofline (weights and caches read from
-memory, products, sums over its devices). Its constants were chosen to meet two published latencies:
-docs/scaling.md. Lengths are assumed, given, or as an earlier run had them.
+Rates follow from the peaks of one kind of device: an engine's step is a roofline (weights and
+caches read from memory, products, all-reduces over its devices), whose constants were chosen to
+match two published latencies: docs/scaling.md. Lengths are assumed, given, or those of an earlier
+run.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from async_grpo.batching.packing import DEFAULT_ATTENTION_RATIO, attention_ratio
-from async_grpo.devices.bill import ModelShape
+from async_grpo.devices.bill import ModelShape, cached_token_bytes
 from async_grpo.planning.asked import Kind, multiplied
 from async_grpo.util.errors import ConfigError
 
-# Chosen to meet vLLM's published latencies on H200 (8B on one device, 70B on four).
+# Chosen to match vLLM's published latencies on H200 (8B on one device, 70B on four).
 MEMORY_SHARE = 0.8
 STEP_OVERHEAD_S = 2.3e-3
 ALL_REDUCE_S = 30e-6
-# An assumption without a source: of the peak, for products while decoding and reading.
+# Of the peak, for products of decoding and prefill: an assumption without a source.
 COMPUTE_SHARE = 0.5
 # IBM's fms-fsdp: 7B and 34B on 96 H100 train at 31 and 32 % of the peak.
 TRAINING_SHARE = 0.31
@@ -37,24 +38,24 @@ NETWORK_SHARE, PCIE_SHARE = 0.8, 0.5  # assumptions
 BROADCAST_S_PER_BYTE, BROADCAST_NODES, BROADCAST_SPEED_UP = 16.938 / 2**30, 50, 4.0
 PACK_BYTES_PER_S = 0.9e9  # one core, measured: checksums, and the first copy into the store
 BYTES_OF_ADAMW = 28  # a parameter and step: master, gradient and moments read, three written
-# Of a CPU core: vLLM's scheduler and Python between two steps, PyTorch's between two minibatches.
+# On a CPU core: vLLM's scheduler and Python between two steps, PyTorch's between two minibatches.
 CPU_STEP_S, CPU_ROUND_S = 4e-3, 30e-3
-SPREAD = 1.0  # sigma of the logarithm, as of reasoning runs: an assumption
-ASSUMED_SHARE = 0.25  # of the longest output, the median where nobody says anything
+SPREAD = 1.0  # sigma of the logarithm of lengths, as in reasoning runs: an assumption
+ASSUMED_SHARE = 0.25  # of the longest output: the median by default
 NUM_DRAWN = 20_000
-OutputLengths = Callable[[np.random.Generator, int], NDArray[np.int64]]  # of some samples
+OutputLengths = Callable[[np.random.Generator, int], NDArray[np.int64]]  # draws n lengths
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRates:
-    """How fast one engine, on however many devices, decodes and reads."""
+    """How fast one engine, with all its devices, decodes and prefills."""
 
-    step_s: float  # of a step whatever it does: weights read once, launches, all-reduces
+    step_s: float  # constant part of a step: weights read once, launches, all-reduces
     per_sequence_s: float = 0.0  # matrix products of one token
-    per_kv_token_s: float = 0.0  # its keys and values, read once a step
-    per_prefill_token_s: float = 0.0  # of a prompt, or of a cache that is made anew
+    per_kv_token_s: float = 0.0  # keys and values of a token, read once a step
+    per_prefill_token_s: float = 0.0  # of a prompt, or of a cache that is rebuilt
     capacity: int = 256  # sequences at a time
-    keeps_caches: bool = False  # over new weights: --keep-kv-cache
+    keeps_caches: bool = False  # when new weights are loaded: --keep-kv-cache
 
     def seconds_a_step(self, running: int, kv_tokens: float) -> float:
         """
@@ -66,13 +67,13 @@ class EngineRates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerRates:
-    """How fast the ranks train; they go through rounds in lock step with the slowest."""
+    """How fast the ranks train, which go through rounds in lock step with the slowest."""
 
     cost_per_second: float  # of one rank, in units of one token's matrix products
     max_tokens: int = 32_768  # of a rank's minibatch
     attention_ratio: float = DEFAULT_ATTENTION_RATIO
     round_overhead_s: float = 0.05
-    round_floor_s: float = 0.0  # gathering and reducing shards, which computing hides if longer
+    round_floor_s: float = 0.0  # gathering and reducing shards, hidden by longer computing
     step_s: float = 0.1  # clipping and the optimizer
 
 
@@ -81,26 +82,26 @@ class ScorerRates:
     """How fast one worker scores given outputs, as the reference model or a teacher does."""
 
     cost_per_second: float  # in units of one token's matrix products
-    group_s: float = 0.02  # of a question's outputs, whatever they hold
+    group_s: float = 0.02  # for the outputs of one question, whatever their length
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncRates:
-    """What one version of the weights costs."""
+    """The seconds that one version of the weights costs."""
 
-    gather_s: float = 0.0  # trainers stand still: full tensors, packed by rank 0
-    transfer_s: float = 0.0  # to all nodes, while everything goes on
-    load_s: float = 0.0  # an engine stands still, beside what it then reads again
+    gather_s: float = 0.0  # ranks gather and pack their shares, and do not train
+    transfer_s: float = 0.0  # to all nodes, while training and generation go on
+    load_s: float = 0.0  # an engine loads, and does not decode; without rebuilding caches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlCosts:
-    """CPU seconds of the process of registry and batcher; latency of verifiers."""
+    """CPU seconds of the control process (registries and batcher); latency of verifiers."""
 
     group_s: float = 0.0  # the calls for one group: lease, generate, verify
-    sample_s: float = 0.0  # received, graded, booked, packed, sent
+    sample_s: float = 0.0  # to receive, grade, record, pack and send a sample
     item_s: float = 0.0  # a rank's request for its minibatch
-    ping_s: float = 0.0  # a worker and PING_INTERVAL_S
+    ping_s: float = 0.0  # of a worker, every PING_INTERVAL_S
     verification_s: float = 0.0  # of a group
 
 
@@ -110,58 +111,57 @@ CONTROL = ControlCosts(group_s=2e-3, sample_s=0.5e-3, item_s=0.5e-3, ping_s=0.6e
 
 
 AnyRates = TypeVar("AnyRates", EngineRates, TrainerRates, ScorerRates, SyncRates, ControlCosts)
-APART = ("round_floor_s", "verification_s")  # seconds of something else than the process
+APART = ("round_floor_s", "verification_s")  # seconds of links and of other processes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """Seconds that a run's parts take; each table of `--rates FILE` is one of these fields."""
+    """The rates of all roles; each table of `--rates FILE` is one of these fields."""
 
     engine: EngineRates
     trainer: TrainerRates
     scorer: ScorerRates
     sync: SyncRates
     control: ControlCosts = CONTROL
-    sources: Mapping[str, str] = field(default_factory=dict)  # {table, or table.key: who says so}
+    sources: Mapping[str, str] = field(default_factory=dict)  # {table or table.key: its source}
 
     def source(self, table: str) -> str:
-        """Who says so, of a whole table."""
+        """The sources of a whole table."""
         own = {text for name, text in self.sources.items() if name.startswith(f"{table}.")}
         return " and ".join([self.sources.get(table, "assumed"), *sorted(own)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """What rates of peaks depend on besides model and device."""
+    """How a run lies on its machines, as rates by peaks depend on it."""
 
     engine_devices: int = 1  # of one engine: its tensor parallel size
     num_ranks: int = 1
     shard_ranks: int = 1
-    engine_nodes: int = 1  # to which weights travel; 0: engines stand where the ranks are
+    engine_nodes: int = 1  # to which weights are sent; 0: engines are on the ranks' machine
     train_nodes: int = 1
-    train_bytes: int = 2  # of a number of the compute type
-    engine_bytes: int = 2
-    by_store: bool = True  # weights travel through Ray's object store, or by NCCL
+    train_bytes: int = 2  # of one value in the compute dtype
+    engine_bytes: int = 2  # of one value of an engine's weights
+    by_store: bool = True  # weights are sent through Ray's object store, not by NCCL
 
 
 def from_peaks(model: ModelShape, kind: Kind, layout: Layout) -> Rates:
-    """Of data sheets and published shares of them."""
-    said = kind.source or f"of {kind.name}'s peaks"
+    """The rates by data sheets and published shares of their peaks."""
+    source = kind.source or f"of {kind.name}'s peaks"
     names = ("engine", "trainer", "scorer", "sync")
     return Rates(
         engine=engine_rates(model, kind, devices=layout.engine_devices, size=layout.engine_bytes),
         trainer=trainer_rates(model, kind, layout),
-        scorer=ScorerRates(cost_per_second=_products_per_s(model, kind, _share(kind, COMPUTE_SHARE))
-                           / 2),
+        scorer=ScorerRates(cost_per_second=_products_per_s(model, kind, COMPUTE_SHARE) / 2),
         sync=sync_rates(model, kind, layout),
-        sources=dict.fromkeys(names, said) | {"control": "measured on one core (AMD EPYC)"},
-    )  # fmt: skip
+        sources=dict.fromkeys(names, source) | {"control": "measured on one core (AMD EPYC)"},
+    )
 
 
 def engine_rates(
     model: ModelShape, kind: Kind, *, devices: int = 1, size: int = 2, capacity: int = 256
 ) -> EngineRates:
-    """Of an engine on so many devices, with weights and caches of `size` bytes a number."""
+    """The rates of an engine on `devices`, with weights and caches of `size` bytes a value."""
     memory = devices * kind.bytes_per_s * MEMORY_SHARE
     product_s = 2 * model.num_parameters / (devices * kind.flops * _share(kind, COMPUTE_SHARE))
     all_reduces = 2 * model.num_layers if devices > 1 else 0
@@ -169,14 +169,14 @@ def engine_rates(
     return EngineRates(
         step_s=constant + all_reduces * ALL_REDUCE_S + model.num_parameters * size / memory,
         per_sequence_s=product_s,
-        per_kv_token_s=token_bytes(model, size) / memory,
+        per_kv_token_s=cached_token_bytes(model, size) / memory,
         per_prefill_token_s=product_s,
         capacity=capacity,
     )
 
 
 def trainer_rates(model: ModelShape, kind: Kind, layout: Layout) -> TrainerRates:
-    """Of one rank; three passes over the shards a round, hidden where computing takes longer."""
+    """The rates of one rank, which gathers or reduces all shards three times a round."""
     apart = kind.network_bytes_per_s if layout.train_nodes > 1 else kind.link_bytes_per_s
     moved = 3 * model.num_parameters * layout.train_bytes * (layout.shard_ranks > 1)
     ratio = attention_ratio(
@@ -187,7 +187,7 @@ def trainer_rates(model: ModelShape, kind: Kind, layout: Layout) -> TrainerRates
     stepped = BYTES_OF_ADAMW * model.num_parameters / layout.shard_ranks
     overhead = CPU_ROUND_S if kind.is_cpu else 0.05
     return TrainerRates(
-        cost_per_second=_products_per_s(model, kind, _share(kind, TRAINING_SHARE)) / 6,
+        cost_per_second=_products_per_s(model, kind, TRAINING_SHARE) / 6,
         attention_ratio=ratio,
         round_overhead_s=overhead,
         round_floor_s=moved / (apart * NETWORK_SHARE),
@@ -196,7 +196,7 @@ def trainer_rates(model: ModelShape, kind: Kind, layout: Layout) -> TrainerRates
 
 
 def sync_rates(model: ModelShape, kind: Kind, layout: Layout) -> SyncRates:
-    """Every rank moves and packs its share; nodes pass the bytes on; engines load them."""
+    """Seconds in which ranks move and pack their shares, nodes pass these on, engines load them."""
     size = model.num_parameters * layout.engine_bytes
     link = kind.network_bytes_per_s if layout.train_nodes > 1 else kind.link_bytes_per_s
     own = size / layout.num_ranks
@@ -214,7 +214,7 @@ def sync_rates(model: ModelShape, kind: Kind, layout: Layout) -> SyncRates:
 
 
 def slower(rates: AnyRates, times: float) -> AnyRates:
-    """Of processes that take so many times as long; links and verifiers do not.
+    """The rates of processes that take `times` as long; links and verifiers do not.
 
     >>> slower(ScorerRates(cost_per_second=8.0, group_s=0.5), 2.0)
     ScorerRates(cost_per_second=4.0, group_s=1.0)
@@ -227,15 +227,10 @@ def slower(rates: AnyRates, times: float) -> AnyRates:
     return replace(rates, **changed)
 
 
-def token_bytes(model: ModelShape, size: int) -> int:
-    """Keys and values of one token."""
-    return 2 * model.num_layers * model.key_width * size
-
-
 def given(rates: Rates, tables: Mapping[str, object], *, who: str) -> Rates:
-    """With what a file says in its tables, such as [trainer] cost_per_second.
+    """`rates` with the values in a file's tables, such as [trainer] cost_per_second.
 
-    Raises `ConfigError` for a table, a key or a value that is no rate.
+    `who` names the file. Raises `ConfigError` for a table, a key or a value that is no rate.
     """
     known = [each.name for each in dataclasses.fields(Rates) if each.name != "sources"]
     for table, values in tables.items():
@@ -262,17 +257,17 @@ def _unknown(what: str, name: str, known: list[str], who: str) -> str:
 
 
 def _share(kind: Kind, share: float) -> float:
-    return 1.0 if kind.is_cpu else share  # which a core's measured speed has in it
+    return 1.0 if kind.is_cpu else share  # a core's measured speed is not a peak
 
 
 def _products_per_s(model: ModelShape, kind: Kind, share: float) -> float:
-    """FLOP/s by the parameters that a token meets: 6 of them train one, 2 score one."""
-    return kind.flops * share / multiplied(model)
+    """FLOP/s over the parameters in a token's products: 6 of these train a token, 2 score it."""
+    return kind.flops * _share(kind, share) / multiplied(model)
 
 
 @dataclass(frozen=True, slots=True)
 class LogNormal:
-    """Output tokens of independent samples, cut at the longest."""
+    """Lognormal output tokens of independent samples, cut at the longest."""
 
     median: float
     longest: int
@@ -285,7 +280,7 @@ class LogNormal:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """Those of the groups of an earlier run, each drawn whole: samples of a question are alike."""
+    """Output tokens of an earlier run, drawn by whole groups: samples of a question are alike."""
 
     groups: tuple[tuple[int, ...], ...]
 
@@ -297,18 +292,18 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Of a run's samples, in tokens."""
+    """The lengths of a run's samples, in tokens."""
 
     prompt: int
     outputs: LogNormal | Seen
     source: str
 
     def moments(self) -> tuple[float, float]:
-        """Mean output, and mean of the squares."""
+        """The mean of the output tokens, and the mean of their squares."""
         return _moments(self.outputs)
 
     def context(self) -> float:
-        """Tokens of a running sequence, seen at random."""
+        """Mean tokens of a running sequence at a random time."""
         mean, square = self.moments()
         return self.prompt + square / mean / 2
 
@@ -321,7 +316,7 @@ def _moments(outputs: LogNormal | Seen) -> tuple[float, float]:
 
 
 def assumed_lengths(*, longest: int, prompt: int, mean: float = 0.0) -> Lengths:
-    """Lognormal outputs of a given mean; without one, of a median of a quarter of the longest.
+    """Lognormal outputs of a given mean; 0: their median is a quarter of the longest.
 
     >>> found = assumed_lengths(longest=10_000, prompt=100, mean=800)
     >>> abs(found.moments()[0] - 800) < 20
@@ -329,18 +324,18 @@ def assumed_lengths(*, longest: int, prompt: int, mean: float = 0.0) -> Lengths:
     """
     if not mean:
         median = max(1.0, ASSUMED_SHARE * longest)
-        said = f"assumed: lognormal outputs, median a quarter of {longest}, sigma {SPREAD:g}"
-        return Lengths(prompt, LogNormal(median, longest), said)
-    low, high = 1e-3, max(1e3 * longest, 1.0)  # of the median: the cut takes from the mean
+        source = f"assumed: lognormal outputs, median a quarter of {longest}, sigma {SPREAD:g}"
+        return Lengths(prompt, LogNormal(median, longest), source)
+    low, high = 1e-3, max(1e3 * longest, 1.0)  # bounds of the median: the cut lowers the mean
     for _ in range(60):
         middle = exp((log(low) + log(high)) / 2)
         found = Lengths(prompt, LogNormal(middle, longest), "")
         low, high = (middle, high) if found.moments()[0] < mean else (low, middle)
-    said = f"given: lognormal outputs of mean {mean:g}, cut at {longest}"
-    return Lengths(prompt, LogNormal(low, longest), said)
+    source = f"given: lognormal outputs of mean {mean:g}, cut at {longest}"
+    return Lengths(prompt, LogNormal(low, longest), source)
 
 
 def seen_lengths(groups: Sequence[Sequence[int]], *, prompt: float, source: str) -> Lengths:
-    """Of an earlier run."""
+    """The lengths of an earlier run's groups."""
     whole = tuple(tuple(map(int, group)) for group in groups)
     return Lengths(max(1, round(prompt)), Seen(whole), source)

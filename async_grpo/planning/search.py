@@ -1,7 +1,7 @@
-"""The split of the devices, and the staleness, with which a run makes the most samples.
+"""Finds the split of the devices, and the staleness, with which a run trains most samples a second.
 
-Splits are tried from coarse to fine: around the one that an even flow asks for, then between the
-best and its neighbours. Scoring workers are as many as keep pace with the rest.
+Splits are tried from coarse to fine: around the one that is best for an even flow, then between the
+best and its neighbours. There are as many scoring workers as keep pace with the rest.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from async_grpo.planning.prediction import (
 from async_grpo.util.errors import ConfigError
 
 BOUNDS = (0, 1, 2, 4)
-COARSE = (0.6, 1.0, 1.6)  # of the engines of the even flow
+COARSE = (0.6, 1.0, 1.6)  # times the engines of the even flow
 FINE_ROUNDS = 2
-MORE_DEVICES = 64  # among which the fewest that would do are looked for
-ENOUGH = 0.95  # of the best samples a second: the smallest staleness, or fewest engines, of these
+MORE_DEVICES = 64  # how far beyond twice the devices the fewest that are enough are searched
+ENOUGH = 0.95  # of the most samples a second: the smallest staleness that has them is best
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The best split and staleness, and what else was tried."""
+    """The best split and staleness, and the other predictions."""
 
     best: Prediction
     curve: tuple[Prediction, ...]  # by staleness, with the best split
@@ -46,9 +46,10 @@ def search(
     bounds: tuple[int, ...] = BOUNDS,
     predict: Callable[..., Prediction] = predict,
 ) -> Found:
-    """`work` has the rates of a split. Raises `ConfigError` where devices are too few.
+    """The best split and staleness; `work` gives the work of a split.
 
-    On CPUs, and on devices that several share, the file's split is the only one.
+    On CPUs, and where processes share devices, the file's split is the only one that is tried.
+    Raises `ConfigError` where devices are too few.
     """
     known: dict[tuple[Split, int], Prediction] = {}
 
@@ -94,7 +95,7 @@ def _best_split(
         for number in sorted(numbers - found.keys(), key=lambda number: abs(number - flow)):
             split = _split(work, asked, number)
             _, training_s, _ = even_flow(work(split), split)
-            if asked.num_samples / training_s > top:  # else its ranks alone are too slow
+            if asked.num_samples / training_s > top:  # else the ranks alone are too slow
                 found[number] = at(split)
                 top = max(top, found[number].samples_per_s)
         best = max(number for number in found if found[number].samples_per_s == top)
@@ -106,9 +107,9 @@ def _best_split(
 
 
 def _too_few(asked: Asked) -> ConfigError:
-    """With the fewest devices that hold one of each role, and the options that make do with these.
+    """The error for too few devices: how many are enough, and options that need fewer.
 
-    Of one engine with one worker of each role that scores.
+    A run needs at least one engine, and one worker of each role that scores.
     """
     fleet, kind = asked.fleet, asked.fleet.kind.name
     more = range(fleet.num_devices + 1, 2 * fleet.num_devices + MORE_DEVICES)
@@ -125,20 +126,21 @@ def _too_few(asked: Asked) -> ConfigError:
 
 
 def most_engines(asked: Asked) -> int:
-    """Beside the fewest ranks that fit and one worker of each role that scores; 0: devices are few.
+    """The most engines beside the fewest ranks that fit and one worker of each role that scores.
 
-    Fewer engines leave at least as much room.
+    0: devices are too few.
     """
     least = fewest_ranks(asked, most=asked.fleet.num_devices)
     if not least:
         return 0
+    # Fewer engines leave at least as much room, so a bisection finds the most.
     numbers = range(1, asked.fleet.num_devices // asked.engine_devices + 1)
     roles = len(asked.scorers)
     return bisect_left(numbers, True, key=lambda n: not _ranks_beside(asked, n, roles, least))
 
 
 def _split(work: Callable[[Split], Work], asked: Asked, engines: int) -> Split:
-    """So many engines; of the rest as few score as keep pace, and all others train."""
+    """The split with so many engines: as few devices score as keep pace, all others train."""
     roles, least = len(asked.scorers), fewest_ranks(asked)
 
     def split(each: int) -> Split:
@@ -157,7 +159,7 @@ def _split(work: Callable[[Split], Work], asked: Asked, engines: int) -> Split:
 
 
 def _worth_a_try(asked: Asked, most: int) -> tuple[int, int]:
-    """The fewest and most engines that are tried: of many, each part of the run has several."""
+    """The fewest and most engines to try: in a large run each simulated part must have several."""
     several = LEAST_ENGINES * wanted_parts(asked)
     if asked.fleet.num_devices < 4 * several * asked.engine_devices:
         return 1, most
@@ -166,24 +168,24 @@ def _worth_a_try(asked: Asked, most: int) -> tuple[int, int]:
 
 
 def _ranks_beside(asked: Asked, engines: int, scorers: int, least: int) -> int:
-    """The most ranks that fit beside these, no fewer than `least`; 0: there is no such number."""
+    """The most ranks that fit beside engines and scorers; 0: fewer than `least` do."""
     most = asked.fleet.num_devices - engines * asked.engine_devices - scorers
     tried = (Split(engines, ranks, (scorers,)) for ranks in range(most, least - 1, -1))
     return next((split.ranks for split in tried if _is_held(asked, split)), 0)
 
 
 def _is_held(asked: Asked, split: Split) -> bool:
-    """Whether the devices have room for all of it."""
+    """Whether the devices hold the whole split."""
     others = sum(split.scorers) + asked.other_devices
     beside = _engines_beside(asked, split.ranks, others)
     return beside >= split.engines and rank_fits(asked, split.ranks)
 
 
 def _engines_beside(asked: Asked, ranks: int, others: int) -> int:
-    """That have all their devices in one machine, beside ranks that are as many on each of theirs.
+    """How many engines fit, each within one machine, beside `ranks` and `others` of a device each.
 
-    Ranks fill machines from the largest on; `others` take a device each, those first that no engine
-    can use. -1: ranks do not divide so, or into whole groups of shards.
+    Machines with ranks have equally many, the largest machines first. `others` first take devices
+    that no engine can use. -1: ranks do not divide so, or not into whole groups of shards.
 
     >>> from types import SimpleNamespace as It
     >>> def run(n, *nodes): return It(engine_devices=2, shard_ranks=lambda ranks: n,

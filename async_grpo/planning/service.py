@@ -1,10 +1,10 @@
-"""One run of the service on a virtual clock: questions go round from admission to new weights.
+"""Simulates one run on a virtual clock: questions go round from admission to new weights.
 
     admission ─▶ lease ─▶ engine ─▶ verifiers ─▶ rounds ─▶ trainers ─▶ weights ─▶ admission
 
-Registries, leases, pipeline and batcher are the service's own. Workers and trainer ranks are
-scripted: each takes the time that its rates say. What the control process computes is a rate too;
-it serves one call after the other.
+Registries, leases, pipeline and batcher are those of real runs. Workers and trainer ranks are
+scripted: each takes the time that its rates say. So does the control process, which serves one call
+after the other.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from async_grpo import types
 from async_grpo.algorithms.base import ScoreNeed
 from async_grpo.batching.leased_work import Scores
 from async_grpo.batching.packing import estimate_cost
@@ -33,51 +34,32 @@ from async_grpo.planning.rates import (
     SyncRates,
     TrainerRates,
 )
-from async_grpo.types import (
-    EndOfStep,
-    GenerationRequest,
-    GradingRequest,
-    Group,
-    LogprobRequest,
-    Pulse,
-    Question,
-    SamplingContract,
-    StreamItem,
-    StreamItems,
-    Turn,
-    Verdict,
-    VersionSpan,
-    WeightsAck,
-    WeightsSnapshot,
-    WeightsVersion,
-    WorkerInfo,
-)
 
-FIRST = WeightsVersion(0, 0)
-FOREVER_S = 1e9  # nobody is given up here, however slow
+FIRST = types.WeightsVersion(0, 0)
+FOREVER_S = 1e9  # no simulated process times out, however slow
 LONG_S = 2_000.0  # of the run, after which pings become fewer
-SCORED = Verdict("scored", 1.0, None, "", "", 0.0)
+SCORED = types.Verdict("scored", 1.0, None, "", "", 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scorers:
-    """The workers of the reference or of one teacher."""
+    """The workers of the reference model or of one teacher."""
 
     rates: ScorerRates
     num_workers: int = 1
     role: str = REFERENCE
-    max_tokens: int = 32_768  # of one's forward
+    max_tokens: int = 32_768  # of a worker's forward pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """Who there is, how fast, and what they do."""
+    """The processes of a simulated run, their rates, and the run's options."""
 
     engine: EngineRates
     trainer: TrainerRates
     lengths: OutputLengths
     num_engines: int = 1
-    overhead_seqs: int = 8  # leased to an engine beyond its places: --overhead-seqs
+    overhead_seqs: int = 8  # leased to an engine beyond its capacity: --overhead-seqs
     num_ranks: int = 8
     scorers: tuple[Scorers, ...] = ()
     sync: SyncRates = field(default_factory=SyncRates)
@@ -88,8 +70,8 @@ class Scenario:
     samples_per_question: int = 8
     prompt_tokens: int = 200
     max_staleness: int = 0
-    contributing: float = 1.0  # share of the questions whose samples are trained, not only counted
-    waits_for_step: bool = False  # a step is trained when it is complete, never before
+    contributing: float = 1.0  # share of the questions whose samples are trained
+    waits_for_step: bool = False  # training of a step starts when all its groups are finished
     seed: int = 0
 
     @property
@@ -98,12 +80,12 @@ class Scenario:
 
     @property
     def teachers(self) -> tuple[str, ...]:
-        """Their names: each teaches the questions of its type, of which there are as many."""
+        """The teachers' names; each teaches one type, and all types have as many questions."""
         names = (each.role.partition(":")[2] for each in self.scorers if each.role != REFERENCE)
         return tuple(dict.fromkeys(names))
 
     def drawn(self, ordinal: int) -> list[int]:
-        """Output tokens of a question's samples, whenever they are generated."""
+        """Output tokens of a question's samples, which depend on the seed and ordinal alone."""
         rng = np.random.default_rng([self.seed, ordinal])
         return [int(length) for length in self.lengths(rng, self.samples_per_question)]
 
@@ -112,27 +94,27 @@ class Scenario:
         return bool(np.random.default_rng([self.seed, ordinal, 1]).random() < self.contributing)
 
     def cost(self, num_tokens: int) -> float:
-        """Of a sample, in units of one token's matrix products."""
+        """The cost of a sample, in units of one token's matrix products."""
         return estimate_cost(num_tokens, attention_ratio=self.trainer.attention_ratio)
 
 
 @dataclass(slots=True)
 class Step:
-    """What became of one gradient step; seconds within it, over all engines where they are."""
+    """Measures of one gradient step; seconds of engines and scorers are sums over all of them."""
 
     start_s: float  # the end of the step before
     end_s: float = 0.0
     first_ready_s: float = 0.0  # its first group was graded
     first_backward_s: float = 0.0
-    busy_s: float = 0.0  # in rounds: as long as the slowest rank
+    busy_s: float = 0.0  # in rounds, each as long as its slowest rank
     gathering_s: float = 0.0
-    blocked_s: float = 0.0  # the publication before was not through
+    blocked_s: float = 0.0  # ranks wait for the end of the publication before
     num_rounds: int = 0
     num_samples: int = 0
     num_tokens: int = 0  # prompts and outputs, as trained
-    engines_busy_s: float = 0.0  # with any sequence
-    engines_stalled_s: float = 0.0  # loading weights, reading prompts and caches
-    sequence_s: float = 0.0  # places of engines that hold one
+    engines_busy_s: float = 0.0  # with at least one sequence
+    engines_stalled_s: float = 0.0  # loading weights, reading prompts, rebuilding caches
+    sequence_s: float = 0.0  # of every running sequence
     scoring_s: float = 0.0  # of all reference and teacher workers
     control_s: float = 0.0
 
@@ -147,7 +129,7 @@ def simulate(
     num_steps: int = 0,
     make: Callable[..., ServedRun] = ServedRun,
 ) -> list[Step]:
-    """The first `num_steps` gradient steps of the run, or all; `make` has its batcher."""
+    """The first `num_steps` gradient steps of the run; 0: all. `make` builds the served run."""
 
     async def run() -> list[Step]:
         whole = scenario.num_batches * scenario.steps_per_batch
@@ -158,7 +140,7 @@ def simulate(
 
 
 def mean(steps: Sequence[Step], of: Callable[[Step], float]) -> float:
-    """Of some steps' quantity.
+    """The mean of `of` over the steps.
 
     >>> mean([Step(0.0, 1.0), Step(1.0, 4.0)], lambda step: step.seconds)
     2.0
@@ -167,27 +149,27 @@ def mean(steps: Sequence[Step], of: Callable[[Step], float]) -> float:
 
 
 class _Worker:
-    """One of any role, as registries and leases call it."""
+    """A worker of any role, whose methods registries and leases call."""
 
     def __init__(self, run: _Run, role: str, *, capacity: float, overhead: float = 0.0) -> None:
-        """`capacity` and `overhead` in the unit of the role."""
+        """`capacity` and `overhead` are in the unit of the role."""
         self.run = run
         self.role, self.capacity, self.overhead = role, capacity, overhead
         self.process = clock.Process()
         self.version = FIRST
 
-    async def ping(self, after_s: float) -> Pulse:
-        # Of a long run few are enough, each as much work as those in whose place it comes.
+    async def ping(self, after_s: float) -> types.Pulse:
+        # In a long run pings are fewer, and each costs as much as those that it replaces.
         times = max(1.0, _now() / LONG_S)
         await asyncio.sleep(times * after_s)
         await self.run.control.work(times * self.run.scenario.control.ping_s)
-        return Pulse("")
+        return types.Pulse("")
 
-    async def load_weights(self, snapshot: WeightsSnapshot) -> WeightsAck:
+    async def load_weights(self, snapshot: types.WeightsSnapshot) -> types.WeightsAck:
         self.version = snapshot.version
-        return WeightsAck("", snapshot.version, 0.0, 0.0)
+        return types.WeightsAck("", snapshot.version, 0.0, 0.0)
 
-    async def verify(self, request: GradingRequest) -> tuple[Verdict, ...]:
+    async def verify(self, request: types.GradingRequest) -> tuple[types.Verdict, ...]:
         await asyncio.sleep(self.run.scenario.control.verification_s)
         return (SCORED,) * len(request.outputs)
 
@@ -198,14 +180,14 @@ class _Generator(_Worker):
         super().__init__(run, GENERATION, capacity=rates.capacity, overhead=overhead)
         self.engine = clock.Engine(rates)
 
-    async def load_weights(self, snapshot: WeightsSnapshot) -> WeightsAck:
+    async def load_weights(self, snapshot: types.WeightsSnapshot) -> types.WeightsAck:
         if snapshot.version != self.version:
             load_s = self.run.scenario.sync.load_s
             self.engine.update(load_s)
             await asyncio.sleep(load_s)
         return await super().load_weights(snapshot)
 
-    async def generate(self, request: GenerationRequest) -> tuple[Turn, ...]:
+    async def generate(self, request: types.GenerationRequest) -> tuple[types.Turn, ...]:
         scenario = self.run.scenario
         lengths = scenario.drawn(request.ordinal)
         await self.run.control.work(scenario.control.group_s)
@@ -213,9 +195,9 @@ class _Generator(_Worker):
         await self.engine.generate(scenario.prompt_tokens, lengths)
         return tuple(self._turn(version, length) for length in lengths)
 
-    def _turn(self, version: WeightsVersion, length: int) -> Turn:
+    def _turn(self, version: types.WeightsVersion, length: int) -> types.Turn:
         tokens, logprobs = self.run.tokens[:length], self.run.logprobs[:length]
-        return Turn(tokens, logprobs, (VersionSpan(version, 0, length),), "stop", "")
+        return types.Turn(tokens, logprobs, (types.VersionSpan(version, 0, length),), "stop", "")
 
 
 class _Scorer(_Worker):
@@ -223,7 +205,7 @@ class _Scorer(_Worker):
         super().__init__(run, scorers.role, capacity=scorers.max_tokens)
         self._rates = scorers.rates
 
-    async def logprobs(self, request: LogprobRequest) -> tuple[Scores, ...]:
+    async def logprobs(self, request: types.LogprobRequest) -> tuple[Scores, ...]:
         rows = zip(request.prompt_token_ids, request.output_token_ids, strict=True)
         cost = sum(self.run.scenario.cost(len(prompt) + len(output)) for prompt, output in rows)
         await self.process.work(self._rates.group_s + cost / self._rates.cost_per_second)
@@ -231,16 +213,16 @@ class _Scorer(_Worker):
 
 
 class _Rules:
-    """The algorithm's, as far as they take time: what is scored, what waits, what is trained."""
+    """The algorithm's rules that take time: which scores, which waits, which groups train."""
 
     def __init__(self, run: _Run) -> None:
         roles = (TEACHER if each.role != REFERENCE else REFERENCE for each in run.scenario.scorers)
         self.needs = tuple(map(ScoreNeed, dict.fromkeys(roles)))
         self.waits_for_step = run.scenario.waits_for_step
-        self.first_ready_s: dict[int, float] = {}  # of each step
+        self.first_ready_s: dict[int, float] = {}  # {step: when its first group was finished}
         self._run = run
 
-    async def finish_group(self, group: Group) -> Group:
+    async def finish_group(self, group: types.Group) -> types.Group:
         scenario = self._run.scenario
         await self._run.control.work(len(group.samples) * scenario.control.sample_s)
         self.first_ready_s.setdefault(group.ordinal // scenario.questions_per_step, _now())
@@ -249,12 +231,12 @@ class _Rules:
         samples = tuple(replace(sample, contributes=False) for sample in group.samples)
         return replace(group, samples=samples)
 
-    async def finish_step(self, groups: Sequence[Group]) -> tuple[Group, ...]:
+    async def finish_step(self, groups: Sequence[types.Group]) -> tuple[types.Group, ...]:
         return tuple(groups)
 
 
 class _Run:
-    """All that there is; and the ranks, in lock step with the slowest, one item ahead."""
+    """The whole run. Its ranks go in lock step with the slowest, and ask one item ahead."""
 
     def __init__(
         self,
@@ -280,7 +262,7 @@ class _Run:
         self._seconds = self._seconds_until_now()
 
     async def train(self, num_steps: int) -> list[Step]:
-        """So many gradient steps, each with what became of it."""
+        """Train `num_steps` gradient steps, and return the measures of each."""
         await self._start()
         steps, step = list[Step](), Step(0.0)
         publication = self._publications.create_task(asyncio.sleep(0), name="nothing yet")
@@ -292,7 +274,7 @@ class _Run:
             answers = await asked
             asked = asyncio.create_task(self._ask(index), name=f"ask-{index}")
             for items in zip(*answers, strict=True):
-                if not isinstance(end := items[0], EndOfStep):
+                if not isinstance(end := items[0], types.EndOfStep):
                     await self._compute(items, step)
                     continue
                 await asyncio.sleep(self.scenario.trainer.step_s)
@@ -310,28 +292,28 @@ class _Run:
         raise AssertionError("steps end before numbers do")
 
     async def _start(self) -> None:
-        """Everyone is there, with the first weights."""
+        """Register all workers, and publish the first weights."""
         for number, worker in enumerate(self._workers):
-            info = WorkerInfo(
+            info = types.WorkerInfo(
                 str(number), worker.role, "", 0, "", 0, worker.capacity, worker.overhead, 0,
                 lease_s=FOREVER_S,
             )  # fmt: skip
             await self._registries[worker.role].register(info, clock.Local(worker))  # type: ignore[arg-type]
         for registry in self._registries.values():
-            await registry.publish(WeightsSnapshot(FIRST, ()), timeout_s=FOREVER_S)
+            await registry.publish(types.WeightsSnapshot(FIRST, ()), timeout_s=FOREVER_S)
         await self._served.published(FIRST)
 
-    async def _ask(self, index: int) -> list[StreamItems]:
-        """What every rank gets."""
+    async def _ask(self, index: int) -> list[types.StreamItems]:
+        """The items number `index` of every rank."""
         ranks, take = range(self.scenario.num_ranks), self._served.batcher.next_items
         answers = await asyncio.gather(*(take(rank, index) for rank in ranks))
         await self.control.work(len(ranks) * self.scenario.control.item_s)
         return answers
 
-    async def _compute(self, items: Sequence[StreamItem], step: Step) -> None:
-        """A round: one minibatch a rank."""
+    async def _compute(self, items: Sequence[types.StreamItem], step: Step) -> None:
+        """Train a round: one minibatch a rank."""
         rates = self.scenario.trainer
-        minibatches = [item.samples for item in items if not isinstance(item, EndOfStep)]
+        minibatches = [item.samples for item in items if not isinstance(item, types.EndOfStep)]
         tokens = [[sample.num_tokens for sample in samples] for samples in minibatches]
         slowest = max(sum(map(self.scenario.cost, each)) for each in tokens)
         seconds = max(slowest / rates.cost_per_second, rates.round_floor_s) + rates.round_overhead_s
@@ -349,7 +331,7 @@ class _Run:
             setattr(step, name, seconds - before[name])
 
     def _seconds_until_now(self) -> dict[str, float]:
-        """By field of `Step`."""
+        """{field of `Step`: its seconds since the run began}."""
         engines = [generator.engine for generator in self._generators]
         for engine in engines:
             engine.catch_up()
@@ -362,15 +344,15 @@ class _Run:
         }
 
     async def _publish(self, batches: int) -> None:
-        """New weights are on their way, loaded, and served."""
+        """Send new weights, have engines load them, and admit the questions that they serve."""
         await asyncio.sleep(self.scenario.sync.transfer_s)
-        snapshot = WeightsSnapshot(FIRST._replace(batches=batches), ())
+        snapshot = types.WeightsSnapshot(FIRST._replace(batches=batches), ())
         await self._registries[GENERATION].publish(snapshot, timeout_s=FOREVER_S)
         await self._served.published(snapshot.version)
 
 
 def _plan_of(scenario: Scenario, rules: _Rules) -> BatcherPlan:
-    """The run as its batcher sees it."""
+    """The plan of the scenario's run for its batcher."""
     teachers, prompt = scenario.teachers, np.zeros(scenario.prompt_tokens, np.int32)
     config = TrainConfig(
         model_name_or_path="none",
@@ -386,7 +368,7 @@ def _plan_of(scenario: Scenario, rules: _Rules) -> BatcherPlan:
         teacher_for=",".join(f"{name}={name}" for name in teachers),
         opd_coefficient=float(bool(teachers)),
     )
-    questions = tuple(Question(prompt, "", None, {}, kind) for kind in teachers or ("",))
+    questions = tuple(types.Question(prompt, "", None, {}, kind) for kind in teachers or ("",))
     return BatcherPlan(
         config=config,
         questions=questions,
@@ -394,7 +376,7 @@ def _plan_of(scenario: Scenario, rules: _Rules) -> BatcherPlan:
         order=lambda ordinal: ordinal % len(questions),
         replacement=lambda slot, *, attempt: 0,
         seed_of=None,
-        sampling=SamplingContract(1.0, (), scenario.trainer.max_tokens),
+        sampling=types.SamplingContract(1.0, (), scenario.trainer.max_tokens),
         num_ranks=scenario.num_ranks,
         incarnation=FIRST.incarnation,
         rules=rules,
