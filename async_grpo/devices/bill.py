@@ -122,6 +122,7 @@ def _held(model: ModelShape, training: Training) -> tuple[Line, ...]:
     moves, steps = training.offload == "parameters", training.offload != "none"
     gathered = training.compute_bytes * model.root_parameters
     layers = model.num_layers if training.keeps_gathered else 2  # one, and the next on its way
+    gathered_layers = training.compute_bytes * model.layer_parameters * layers
     whole = FLOAT32 * model.num_parameters if training.defers else 0
     copies = 2 * own if training.offload == "optimizer" else 0
     return (
@@ -132,11 +133,7 @@ def _held(model: ModelShape, training: Training) -> tuple[Line, ...]:
         Line("the old policy", own if training.keeps_old_policy else 0, f"4 {divided}", moves),
         Line("whole gradients that wait", whole, "4 P"),
         Line("gathered embedding and head", gathered, "e of their parameters"),
-        Line(
-            "gathered layers",
-            training.compute_bytes * model.layer_parameters * layers,
-            f"e of {layers} layers' parameters",
-        ),
+        Line("gathered layers", gathered_layers, f"e of {layers} layers' parameters"),
     )
 
 
@@ -149,11 +146,8 @@ def _activations(model: ModelShape, training: Training) -> tuple[Line, ...]:
     if training.checkpointing:
         inputs = tokens * model.hidden * size * model.num_layers
         recomputed = "one layer's activations, recomputed"
-        return (
-            Line("layers' inputs", inputs, "e T L H"),
-            Line(recomputed, layer, "see layers' activations"),
-            last,
-        )
+        own = Line(recomputed, layer, "see layers' activations")
+        return Line("layers' inputs", inputs, "e T L H"), own, last
     of_norms = " + 24 H" if size == FLOAT32 else " + 16 H"
     formula = f"{layer_token_bytes(model, size)} bytes a token and layer: e (3 Q + 2 K + 4 I)"
     return Line("layers' activations", layer * model.num_layers, formula + of_norms), last

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequenc
 from dataclasses import dataclass
 from glob import glob
 from importlib.metadata import PackageNotFoundError, version
-from itertools import takewhile
 from pathlib import Path
 
 from async_grpo.util import deadlines
@@ -149,8 +148,12 @@ def visible(devices: Iterable[Device], names: str | None) -> tuple[Device, ...]:
     devices = tuple(devices)
     if names is None:
         return devices
-    meant = (_named(devices, name.strip()) for name in names.split(","))
-    return tuple(device for device in takewhile(bool, meant) if device)
+    found: list[Device] = []
+    for name in names.split(","):
+        if (device := _named(devices, name.strip())) is None:
+            break
+        found.append(device)
+    return tuple(found)
 
 
 def _named(devices: Sequence[Device], name: str) -> Device | None:

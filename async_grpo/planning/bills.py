@@ -65,13 +65,9 @@ def training_of(asked: Asked, num_ranks: int) -> memory.Training:
     )  # fmt: skip
     if asked.train.memory.activation_checkpointing != "auto":
         return training
-    free = _tensor_room(asked) or asked.host_bytes // num_ranks or 1 << 62
+    of_host = asked.host_bytes // num_ranks or 1 << 62  # without limit where it is unknown
+    free = of_host if asked.on_cpu else _rank_room(asked) - CONTEXT_BYTES
     return memory.with_checkpointing_if_needed(asked.model, training, free_bytes=int(USED * free))
-
-
-def _tensor_room(asked: Asked) -> int:
-    """Bytes of a device for a rank's tensors; 0 on CPUs."""
-    return 0 if asked.on_cpu else _rank_room(asked) - CONTEXT_BYTES
 
 
 def engine_of(asked: Asked, number: int) -> memory.Engine:
@@ -277,15 +273,15 @@ def _check_engine(asked: Asked, number: int) -> None:
         if parts > engine.devices
         and not memory.missing_bytes(model, replace(engine, devices=parts))
     ]
-    remedies = [f"raise it to {enough[0]}"] if enough else []
+    found = [f"raise it to {enough[0]}"] if enough else []
     if not memory.missing_bytes(model, replace(engine, longest=engine.longest // 4)):
-        remedies.append(f"lower --max-model-len {engine.longest}")
-    remedies.append("lower max_num_batched_tokens of --engine-option")
+        found.append(f"lower --max-model-len {engine.longest}")
+    found.append("lower max_num_batched_tokens of --engine-option")
     raise ConfigError(
         f"--tensor-parallel-size {engine.devices} of the {config.role} worker is too few: each "
         f"device lacks {lacking / GIB:.1f} GiB for the weights and one sequence of "
         f"{engine.longest} tokens, vLLM may take {engine.may_take / GIB:.1f} GiB: "
-        f"{', or '.join(remedies)}"
+        f"{', or '.join(found)}"
     )
 
 

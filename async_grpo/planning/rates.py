@@ -8,11 +8,10 @@ run.
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from math import exp, log, log2
 from typing import TypeVar
 
@@ -219,7 +218,7 @@ def slower(rates: AnyRates, times: float) -> AnyRates:
     >>> slower(ScorerRates(cost_per_second=8.0, group_s=0.5), 2.0)
     ScorerRates(cost_per_second=4.0, group_s=1.0)
     """
-    own = {each.name: getattr(rates, each.name) for each in dataclasses.fields(rates)}
+    own = {each.name: getattr(rates, each.name) for each in fields(rates)}
     seconds = (name for name in own if name.endswith("_s") and name not in APART)
     changed = {name: own[name] * times for name in seconds}
     if "cost_per_second" in own:
@@ -232,12 +231,12 @@ def given(rates: Rates, tables: Mapping[str, object], *, who: str) -> Rates:
 
     `who` names the file. Raises `ConfigError` for a table, a key or a value that is no rate.
     """
-    known = [each.name for each in dataclasses.fields(Rates) if each.name != "sources"]
+    known = [each.name for each in fields(Rates) if each.name != "sources"]
     for table, values in tables.items():
         if table not in known or not isinstance(values, Mapping):
             raise ConfigError(_unknown(f"[{table}]", table, known, who))
         own = getattr(rates, table)
-        keys = [each.name for each in dataclasses.fields(own)]
+        keys = [each.name for each in fields(own)]
         for key, value in values.items():
             if key not in keys:
                 raise ConfigError(_unknown(f"[{table}] {key}", key, keys, who))

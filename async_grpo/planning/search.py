@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from async_grpo.planning.asked import Asked, Split, fleet_of
 from async_grpo.planning.bills import fewest_ranks, rank_fits, remedies
@@ -99,10 +100,8 @@ def _best_split(
                 found[number] = at(split)
                 top = max(top, found[number].samples_per_s)
         best = max(number for number in found if found[number].samples_per_s == top)
-        order = sorted(found)
-        place = order.index(best)
-        near = [order[n] for n in (place - 1, place + 1) if 0 <= n < len(order)]
-        numbers = numbers | {(best + other) // 2 for other in near}
+        near = (pair for pair in pairwise(sorted(found)) if best in pair)
+        numbers = numbers | {(low + high) // 2 for low, high in near}
     return found[best]
 
 

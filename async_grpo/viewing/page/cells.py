@@ -7,7 +7,6 @@ import functools
 import math
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -30,21 +29,15 @@ NONE = 2**32 - 1  # in an unsigned column: unknown
 MAX_HEAD = 200  # characters of a question that filters read and lists show
 
 
-@dataclass(slots=True)
 class Columns:
     """The numbers of all samples, one value each; a category's value is its number in `labels`."""
 
-    values: dict[str, array[Any]] = field(
-        default_factory=lambda: (
-            {name: array(kind) for name, kind in NUMBERS.items()}
-            | {name: array("H") for name in CATEGORIES}
-        )
-    )
-    labels: dict[str, dict[str, int]] = field(
-        default_factory=lambda: {name: {} for name in CATEGORIES}
-    )
-    heads: list[str] = field(default_factory=list)  # how each question begins
-    _questions: dict[int, int] = field(default_factory=dict)  # by the hash of the whole text
+    def __init__(self) -> None:
+        kinds = NUMBERS | dict.fromkeys(CATEGORIES, "H")
+        self.values: dict[str, array[Any]] = {name: array(kind) for name, kind in kinds.items()}
+        self.labels: dict[str, dict[str, int]] = {name: {} for name in CATEGORIES}
+        self.heads: list[str] = []  # how each question begins
+        self._questions: dict[int, int] = {}  # {hash of the whole text: its number}
 
     @property
     def num_samples(self) -> int:
