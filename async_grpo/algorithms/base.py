@@ -1,18 +1,18 @@
-"""What an algorithm is: how samples become a gradient, in one object that one file defines.
+"""The interface of an algorithm: how samples become a gradient, in one class of one file.
 
-                            asked by the controller          asked by trainer ranks
+                            called by the controller         called by trainer ranks
 which scores are needed     `needs`
 a finished group            `finish_group`, `mask`,
                             `contributes`
 a finished step             `finish_step`
 the sum over tokens                                          `aggregation`, `terms`, `loss`
 
-The controller's half imports no torch: a `loss` that needs it imports it in its own body.
+The controller's half imports no torch: a `loss` that needs it imports it in its body.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -38,23 +38,23 @@ Advantage = float | NDArray[np.float32]  # of a sample, or of each of its tokens
 
 @dataclass(frozen=True, slots=True)
 class ScoreNeed:
-    """What another model says of a sample's tokens: `Sample.scores[role]`, later `packed`'s.
+    """Scores of a sample's tokens by another model: `Sample.scores[role]`, then `packed.scores`.
 
     The role `roles.TEACHER` is that of the teacher to which `--teacher-for` routes the sample.
     """
 
-    role: str  # whose workers give it
+    role: str  # of the workers that compute them
     num_columns: int = 0  # of each token; 0: the log-probability of the token itself
-    before_advantages: bool = False  # of every sample, for rewards or advantages are made of them
-    of_given: bool = False  # also of samples that nobody sampled: they are 0 there otherwise
-    payload: Payload | None = None  # also asked, of a teacher: fetched by the rank that trains
+    before_advantages: bool = False  # rewards or advantages of every sample are computed of them
+    of_given: bool = False  # also for given pairs, which have zeros otherwise
+    payload: Payload | None = None  # of a teacher, besides: fetched by the rank that trains
     fetches_heads: bool = False  # every rank fetches its teachers' heads, once
 
     def columns(self, *, num_teachers: int) -> dict[str, int]:
-        """{name: columns of each token} in `packed.scores`: the role's own, and of the payload.
+        """{name in `packed.scores`: columns of each token}, of the role and of its payload.
 
-        Of hidden states and logits there are as many as the teacher has: 0 says one or more. Of
-        several teachers also which it is.
+        0 stands for one value a token, and for hidden states and logits, whose width is the
+        teacher's. With several teachers a column `index` tells which one scored the token.
         """
         if self.payload is None:
             return {self.role: self.num_columns}
@@ -67,7 +67,7 @@ class ScoreNeed:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Teacher:
-    """What a rank knows of a teacher."""
+    """A teacher's data that a rank needs to compute `Algorithm.teacher_terms`."""
 
     width: int  # columns of its logits
     head: Head | None = None  # of `width` columns, where a need `fetches_heads`
@@ -78,11 +78,11 @@ class LossSums:
     """What one minibatch adds to the gradient and to the metrics of its step."""
 
     loss: Tensor  # [] differentiable, Σ w_i * loss_it
-    sums: Mapping[str, Tensor] = field(default_factory=dict)  # [] each; all minibatches add up
+    sums: Mapping[str, Tensor] = field(default_factory=dict)  # [] each, added up over minibatches
 
 
 class Algorithm:
-    """The base of every algorithm: each default is that of plain scoring without advantages.
+    """The base class of every algorithm; the defaults are those of one without advantages.
 
     Example: advantages that are normalised over the whole gradient step.
 
@@ -94,72 +94,72 @@ class Algorithm:
     """
 
     needs: tuple[ScoreNeed, ...] = ()
-    learns_from_pairs = False  # of prompt and completion: neither questions nor workers are needed
-    uses_old_policy = False  # `packed.scores["old"]`: the policy as it was when the batch began
-    terms: tuple[HeadTerm, ...] = ()  # what the chunked head computes beside log-probabilities
+    learns_from_pairs = False  # (prompt, completion): neither questions nor workers are needed
+    uses_old_policy = False  # reads `packed.scores["old"]`, of the policy at the batch's start
+    terms: tuple[HeadTerm, ...] = ()  # what the chunked head computes besides log-probabilities
 
-    metrics: tuple[Metric, ...] = ()  # made of sums of its loss, beside those of every run
+    metrics: tuple[Metric, ...] = ()  # quotients of `LossSums.sums`, besides those of every run
 
     def __init__(self, config: TrainConfig) -> None:
         self.config = config
         self.prepare()
 
     def prepare(self) -> None:
-        """Say what these options need; raise `ConfigError` for some that contradict each other."""
+        """Set attributes such as `needs` from the options; `ConfigError` if these contradict."""
 
     @property
     def waits_for_step(self) -> bool:
-        """Whether advantages need the whole gradient step: its rounds then wait for it."""
+        """Whether advantages need the whole gradient step, so that its rounds wait for the last."""
         return type(self).finish_step is not Algorithm.finish_step
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the policy's own earlier weights score its samples."""
+        """Whether earlier weights of the policy score its samples."""
         return any(need.role == REFERENCE for need in self.needs)
 
     @property
     def score_columns(self) -> dict[str, int]:
-        """{name in `packed.scores`: columns} of all that it needs."""
-        return dict(self._columns(self.needs))
+        """{name in `packed.scores`: columns} of all `needs`."""
+        return self._columns(self.needs)
 
     @property
     def scores_of_given(self) -> frozenset[str]:
-        """Of these columns, those that samples need which nobody sampled."""
-        return frozenset(dict(self._columns(need for need in self.needs if need.of_given)))
+        """The names among `score_columns` that given pairs need too."""
+        return frozenset(self._columns(need for need in self.needs if need.of_given))
 
     @property
     def teacher_need(self) -> ScoreNeed | None:
-        """What it needs of the run's teachers; None: they are not asked."""
+        """Its need of the run's teachers, or None."""
         return next((need for need in self.needs if need.role == TEACHER), None)
 
     @property
     def temperature(self) -> float:
-        """At which the policy's log-probabilities are computed."""
+        """The temperature at which the policy's log-probabilities are computed."""
         return self.config.sampling.temperature
 
     @property
     def samples_per_slot(self) -> int:
-        """Samples that a slot of the batch is planned to give."""
+        """Samples that are planned for each slot of a batch."""
         return self.config.sampling.samples_per_question
 
     @property
     def aggregation(self) -> str:
-        """The weight w_i of a token, and with it what D counts (design, section 4)."""
+        """The rule for the weight w_i of a token and for what D counts (design, section 4)."""
         return self.config.objective.aggregation
 
     def finish_group(self, group: Group) -> Group:
-        """The group with shaped rewards and advantages, or replaced: its slot draws again.
+        """The group with shaped rewards and advantages, or with `is_replaced`: to be drawn again.
 
-        Every member was verified, and has the scores that are needed before advantages.
+        Every sample has been verified, and has its scores with `before_advantages`.
         """
         return group
 
     def finish_step(self, groups: Sequence[Group]) -> Sequence[Sequence[Advantage]]:
-        """The advantages of all groups that a gradient step keeps, a sample each."""
+        """The advantages of all groups of a gradient step, one for each sample."""
         raise NotImplementedError
 
     def mask(self, samples: Samples) -> Samples:
-        """The samples with the tokens masked that are not trained; decided after advantages."""
+        """Called after advantages: the samples, with tokens masked that must not be trained."""
         return samples
 
     def contributes(self, sample: Sample) -> bool:
@@ -167,29 +167,28 @@ class Algorithm:
         return sample.num_trained_tokens > 0
 
     def teacher_terms(self, teachers: Sequence[Teacher]) -> tuple[HeadTerm, ...]:
-        """Terms of the chunked head, beside `terms`, that read what the teachers send.
+        """Terms of the chunked head, besides `terms`, that read the teachers' payloads.
 
-        `teachers` are all of the run, in the order of `--teacher-for`: `packed.scores`'
-        `teacher.index` counts them. Trainer ranks ask once, when they have met their teachers.
+        Called once, on every trainer rank, when all teachers are known: `teachers`, in the order of
+        `--teacher-for`, which is that of `packed.scores["teacher.index"]`.
         """
         return ()
 
     def loss(self, scored: TokenLogprobs, packed: PackedMinibatch) -> LossSums:
-        """Plain sums over the minibatch's tokens: nothing here divides by a count of them.
+        """Plain sums over the minibatch's tokens, not divided by their number.
 
-        Where `packed.is_given`, a token has no behaviour log-probability: cross-entropy and
-        divergences from a teacher are what can be learnt from it.
+        A token with `packed.is_given` has no behaviour log-probability: it allows cross-entropy and
+        divergences from a teacher alone.
         """
         raise NotImplementedError
 
     def in_words(self) -> tuple[str, ...]:
-        """What is optimised, a sentence each."""
+        """Sentences for the log about what is optimised."""
         return ()
 
-    def _columns(self, needs: Iterable[ScoreNeed]) -> Iterator[tuple[str, int]]:
-        num_teachers = len(self.config.teacher_names)
-        for need in needs:
-            yield from need.columns(num_teachers=num_teachers).items()
+    def _columns(self, needs: Iterable[ScoreNeed]) -> dict[str, int]:
+        num = len(self.config.teacher_names)
+        return {k: v for need in needs for k, v in need.columns(num_teachers=num).items()}
 
 
 class GroupRules(Protocol):
@@ -199,9 +198,8 @@ class GroupRules(Protocol):
     waits_for_step: bool
 
     async def finish_group(self, group: Group) -> Group:
-        """`Algorithm.finish_group`; of a group that is kept and waits for no step, all of it.
-
-        A given group has neither rewards nor advantages: it is masked, and nothing else.
+        """`Algorithm.finish_group`, then masks and contributions unless the group is replaced or
+        waits for its step. A given group has neither rewards nor advantages: it is only masked.
         """
         ...
 
@@ -211,7 +209,7 @@ class GroupRules(Protocol):
 
 
 class LocalRules:
-    """An algorithm's rules as plain calls."""
+    """`GroupRules` by calls of an algorithm in this process."""
 
     def __init__(self, algorithm: Algorithm) -> None:
         self.needs = algorithm.needs
@@ -232,7 +230,7 @@ class LocalRules:
         )
 
     def _settled(self, group: Group) -> Group:
-        """With masks, and the samples told apart that contribute exactly zero."""
+        """The group with masks, and with `contributes` False for samples that contribute zero."""
         samples = tuple(
             sample if self._algorithm.contributes(sample) else replace(sample, contributes=False)
             for sample in self._algorithm.mask(group.samples)

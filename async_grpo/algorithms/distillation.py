@@ -1,10 +1,10 @@
-"""GRPO that also learns from teachers, by whichever of its terms have a coefficient.
+"""GRPO that also learns from teachers, by those of its terms whose coefficient is not 0.
 
     A_it    = κ A_i + η clip(tea - sg(lp), ±c)              Gu et al., MiniLLM, arXiv 2306.08543
     loss_it = GRPO's of A_it + γ divergence_it              Agarwal et al., GKD, arXiv 2306.13649
 
 `lp` is the policy's log-probability of a sampled token, `tea` its teacher's, sg stop-gradient. The
-divergence is that of whole distributions: `algorithms/distillation_loss.py`. All terms share one D.
+divergence compares whole distributions: `algorithms/distillation_loss.py`. All terms share one D.
 """
 
 from __future__ import annotations
@@ -55,27 +55,26 @@ LOST = Metric(
 
 
 class Distillation(Grpo):
-    """GRPO with teachers: `--algorithm grpo` with a coefficient of theirs."""
+    """GRPO with teachers: `--algorithm grpo` with a coefficient of a teacher's term."""
 
     def prepare(self) -> None:
         """See `Algorithm`."""
         config = self.config
         check_distillation(config.teaching, config.objective, config.data)
         super().prepare()
-        self._payload = payload_of(self.config.teaching)
-        need = ScoreNeed(
-            TEACHER,
-            of_given=self._payload is not None,
-            payload=self._payload,
-            fetches_heads=self._payload is not None and self._payload.kind == "hidden",
-        )
+        self._payload = payload_of(config.teaching)
+        need, self.metrics = ScoreNeed(TEACHER), (GAP, TOKENS)
+        if self._payload:
+            fetches_heads = self._payload.kind == "hidden"
+            need = ScoreNeed(
+                TEACHER, of_given=True, payload=self._payload, fetches_heads=fetches_heads
+            )
+            self.metrics += (DIVERGENCE, BYTES, WAIT, LOST)
+            self.metrics += (TAIL,) if self._payload.kind == "topk" else ()
         self.needs = (*self.needs, need)
-        is_cut = self._payload is not None and self._payload.kind == "topk"
-        of_payload = (DIVERGENCE, BYTES, WAIT, LOST) if self._payload else ()
-        self.metrics = (GAP, TOKENS, *of_payload, *([TAIL] if is_cut else ()))
 
     def teacher_terms(self, teachers: Sequence[Teacher]) -> tuple[HeadTerm, ...]:
-        """The divergence, of the payload that they send."""
+        """The divergence, if teachers send a payload for it."""
         if self._payload is None:
             return ()
         from async_grpo.algorithms.distillation_loss import head_term  # with torch
@@ -84,7 +83,7 @@ class Distillation(Grpo):
         return (head_term(self._payload, teachers, alpha=alpha, policy_temperature=temperature),)
 
     def contributes(self, sample: Sample) -> bool:
-        """A teacher's terms have a gradient without an advantage of the sample's own."""
+        """A teacher's terms have a gradient without an advantage of the sample."""
         return sample.num_trained_tokens > 0
 
     def loss(self, scored: TokenLogprobs, packed: PackedMinibatch) -> LossSums:
@@ -99,7 +98,7 @@ class Distillation(Grpo):
 
 
 def payload_of(teaching: TeachingOptions) -> Payload | None:
-    """What teachers are asked beside log-probabilities; None: nothing."""
+    """The payload that teachers send besides log-probabilities, or None."""
     if not teaching.gkd_coefficient:
         return None
     top_k = teaching.gkd_top_k if teaching.teacher_payload == "topk" else 0
@@ -107,7 +106,7 @@ def payload_of(teaching: TeachingOptions) -> Payload | None:
 
 
 def teachers_in_words(teaching: TeachingOptions, routes: Mapping[str, str]) -> str:
-    """One sentence: whose questions each teaches, and what its terms are."""
+    """One sentence: which questions each teacher scores, and the terms of the loss."""
     rest = "all others" if len(routes) > 1 else "all"
     taught = ", ".join(
         f"{name} for {rest if kind == EVERY_TYPE else kind}" for kind, name in routes.items()

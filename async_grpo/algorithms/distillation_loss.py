@@ -1,8 +1,8 @@
-"""The loss of `Distillation`, as plain sums over tokens: nothing divides by a count of them.
+"""The loss of `Distillation`: plain sums over tokens, not divided by their number.
 
-Beside GRPO's it has a divergence: a term of the chunked head, which a rank computes of a teacher's
-payload. It is a generalised Jensen-Shannon divergence between the teacher's distribution q and the
-policy's p:
+Besides GRPO's terms it has a divergence, a term of the chunked head, which a rank computes of a
+teacher's payload. It is a generalised Jensen-Shannon divergence between the teacher's distribution
+q and the policy's p:
 
     0 < α < 1    D = α KL(q‖m) + (1 - α) KL(p‖m),  m = (1 - α) p + α q
     α = 0        D = KL(q‖p)
@@ -11,10 +11,10 @@ policy's p:
 The gradient by a logit of the policy over the temperature is p_v (g_v - Σ p g), where g is
 (1 - α) log(p/m), or log(p/q) for α = 1; for α = 0 it is p_v Σ q - q_v.
 
-Both distributions are taken at a temperature τ of their own, over the columns that both models
-have: they pad one vocabulary to different widths. `TopKDivergence` compares the teacher's K
-likeliest tokens and one cell for all others, on both sides. Merging cells can only lower a
-divergence: 0 <= D_K <= D_(K+1) <= D_V.
+Both distributions are taken at the temperature τ = --gkd-temperature, over the columns that both
+models have: models pad one vocabulary to different widths. `TopKDivergence` compares the teacher's
+K likeliest tokens and one cell for all others, in both distributions. Merging cells can only lower
+a divergence: 0 <= D_K <= D_(K+1) <= D_V.
 
 Legend: N trained tokens of a minibatch, C of a chunk, V columns of the policy's logits, W those
 that a teacher has too, K of them, M outcomes: tokens of the vocabulary, or cells of several, d
@@ -41,7 +41,7 @@ IDS, LOGPROBS, TAIL = f"{TEACHER}.ids", f"{TEACHER}.logprobs", f"{TEACHER}.tail"
 HIDDEN, LOGITS, INDEX = f"{TEACHER}.hidden", f"{TEACHER}.logits", f"{TEACHER}.index"
 Rows = Mapping[str, Tensor]
 Loss = Callable[[TokenLogprobs, PackedMinibatch], LossSums]
-MAX_EXPONENT = 80.0  # exp() of it is finite in float32, and beside it 1 is nothing
+MAX_EXPONENT = 80.0  # exp() of it is finite in float32, and adding 1 to that changes nothing
 
 
 def distillation_loss(
@@ -49,8 +49,8 @@ def distillation_loss(
 ) -> LossSums:
     """The sums of `grpo` with the teachers' part of each advantage, and γ Σ w_i divergence_it.
 
-    `scored.terms[NAME]` [N] is there where γ is not 0, and is summed over given tokens too.
-    `teacher_gap_sum` is over sampled tokens, unweighted, as `gkd_divergence_sum` is over all.
+    `scored.terms[NAME]` [N] is read if γ is not 0, also of given tokens. `teacher_gap_sum` is over
+    sampled tokens, `gkd_divergence_sum` over all; neither is weighted.
     """
     gap = packed.scores[TEACHER] - scored.logprobs.detach()
     followed = packed.advantages * teaching.reward_coefficient
@@ -59,38 +59,34 @@ def distillation_loss(
         within = gap if bound is None else gap.clamp(-bound, bound)
         followed = followed + teaching.opd_coefficient * within
     result = grpo(scored, replace(packed, advantages=followed))
-    loss, sums = result.loss, {**result.sums, "teacher_gap_sum": _sampled(gap, packed).sum()}
+    sampled_gap = gap if packed.is_given is None else gap[~packed.is_given]
+    loss, sums = result.loss, {**result.sums, "teacher_gap_sum": sampled_gap.sum()}
     if teaching.gkd_coefficient:
         divergence_N = scored.terms[NAME]
         sums |= {"gkd_divergence_sum": divergence_N.sum()}
         if teaching.gkd_square_temperature:
             divergence_N = divergence_N * teaching.gkd_temperature**2
         loss = loss + teaching.gkd_coefficient * (packed.weights * divergence_N).sum()
-        if (tail := packed.scores.get(f"{TEACHER}.tail")) is not None:
+        if (tail := packed.scores.get(TAIL)) is not None:
             sums |= {"teacher_tail_sum": torch.exp(tail).sum()}
     return LossSums(loss, sums=sums)
-
-
-def _sampled(values: Tensor, packed: PackedMinibatch) -> Tensor:
-    """Those of tokens that the policy sampled."""
-    return values if packed.is_given is None else values[~packed.is_given]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Divergence(ABC):
     """A head term that compares each token's distribution with that of its teacher.
 
-    `rows` hold what the payload says; of several teachers also which it is: `INDEX` [C].
+    `rows` hold the payload and, with several teachers, the number of the token's: `INDEX` [C].
     """
 
     teachers: tuple[Teacher, ...]
     alpha: float
     temperature: float  # τ
-    policy_temperature: float  # of the log-probabilities that it is given
+    policy_temperature: float  # of the log-probabilities in `value` and `gradient`
     name: str = NAME
 
     def value(self, logprobs: Tensor, rows: Rows) -> Tensor:
-        """[C] of the policy's log-probabilities [C, V]."""
+        """The divergence [C] of the policy's log-probabilities [C, V]."""
         values = logprobs.new_empty(len(logprobs))
         for chosen, teacher in self._by_teacher(rows):
             policy = self._policy(logprobs, chosen, teacher)
@@ -98,7 +94,7 @@ class Divergence(ABC):
         return values
 
     def gradient(self, logprobs: Tensor, rows: Rows) -> Tensor:
-        """[C, V] by the policy's log-probabilities; each row sums to 0."""
+        """Its gradient [C, V] by the policy's log-probabilities; each row sums to 0."""
         gradient = torch.zeros_like(logprobs)
         for chosen, teacher in self._by_teacher(rows):
             policy = self._policy(logprobs, chosen, teacher)
@@ -108,32 +104,32 @@ class Divergence(ABC):
 
     @abstractmethod
     def _value(self, policy: Tensor, rows: Rows, teacher: Teacher) -> Tensor:
-        """[C] of one teacher's tokens, of the policy's log-probabilities [C, W] at τ."""
+        """The divergence [C] of one teacher's tokens; `policy`: log-probabilities [C, W] at τ."""
 
     @abstractmethod
     def _gradient(self, policy: Tensor, rows: Rows, teacher: Teacher) -> Tensor:
-        """[C, W] by the policy's logits over τ, a fresh tensor."""
+        """Its gradient [C, W] by the policy's logits divided by τ, a new tensor."""
 
     @property
     def _scale(self) -> float:
-        """Logits over τ by logits over the policy's temperature."""
+        """(logits / τ) divided by (logits / policy's temperature)."""
         return self.policy_temperature / self.temperature
 
     def _policy(self, logprobs: Tensor, chosen: Tensor | slice, teacher: Teacher) -> Tensor:
-        """[C, W] the policy's log-probabilities at τ over the columns that its teacher has."""
+        """The policy's log-probabilities [C, W] at τ, over the columns that the teacher has."""
         if self._scale == 1.0 and teacher.width >= logprobs.shape[-1]:
             return logprobs[chosen]
         return torch.log_softmax(logprobs[chosen, : teacher.width] * self._scale, dim=-1)
 
     def _by_teacher(self, rows: Rows) -> Iterator[tuple[Tensor | slice, Teacher]]:
-        """(tokens, their teacher) of teachers that have some; all at once where none differ."""
+        """Yield (tokens, their teacher) of each teacher with any; all at once if teachers agree."""
         first = self.teachers[0]
         if all(t.width == first.width and t.head is first.head for t in self.teachers):
             yield slice(None), first
             return
         for number, teacher in enumerate(self.teachers):
             chosen = (rows[INDEX] == number).nonzero().squeeze(-1)
-            if len(chosen):  # rows are as wide as the widest teacher that has some here
+            if len(chosen):  # rows are as wide as the widest teacher of this minibatch
                 yield chosen, teacher
 
 
@@ -152,7 +148,7 @@ class TopKDivergence(Divergence):
         of_teacher = _cells(rows[LOGPROBS], rows[TAIL]).to(cells)
         by_cell = gradient_by_logits(cells, of_teacher, alpha=self.alpha)
         # A token's share p_v / p_tail of the tail, in log space: both may be too small for floats.
-        # Of the K it may overflow, and they are written over.
+        # The share may overflow for the K tokens, whose values the scatter overwrites.
         others = (policy - cells[:, -1:]).exp_().mul_(by_cell[:, -1:])
         return others.scatter_(-1, ids, by_cell[:, :-1])
 
@@ -169,13 +165,13 @@ class DenseDivergence(Divergence):
         return gradient_by_logits(policy, self._teacher(rows, teacher, policy), alpha=self.alpha)
 
     def _teacher(self, rows: Rows, teacher: Teacher, policy: Tensor) -> Tensor:
-        """[C, W] log-probabilities of the teacher at τ."""
+        """The teacher's log-probabilities [C, W] at τ."""
         num_columns = policy.shape[-1]
         if teacher.head is None:
             logits = rows[LOGITS][:, :num_columns]
         else:
             head = teacher.head.columns(slice(num_columns))
-            hidden = rows[HIDDEN][:, : head.weight.shape[1]]  # filled up to the widest teacher's
+            hidden = rows[HIDDEN][:, : head.weight.shape[1]]  # padded to the widest teacher's
             logits = head.logits(hidden.to(head.weight.dtype))
         logprobs = torch.log_softmax(logits.to(policy) / self.temperature, dim=-1)
         return logprobs.clamp_(min=LEAST_LOGPROB)
@@ -184,7 +180,7 @@ class DenseDivergence(Divergence):
 def head_term(
     payload: Payload, teachers: Sequence[Teacher], *, alpha: float, policy_temperature: float
 ) -> Divergence:
-    """The term that reads such payloads of these teachers, which `INDEX` counts."""
+    """The term that reads payloads of this kind; `teachers` in the order of `INDEX`."""
     kind = TopKDivergence if payload.kind == "topk" else DenseDivergence
     return kind(tuple(teachers), alpha, payload.temperature, policy_temperature)
 
@@ -214,15 +210,15 @@ def top_k_with_tail(
 
 
 def tail_of(logprobs: Tensor, ids: Tensor) -> Tensor:
-    """[C] log of the probability of all tokens but `ids` [C, K]; -inf where there are no others.
+    """Log of the probability [C] of all tokens but `ids` [C, K]; -inf if there are no others.
 
-    A sum over these: 1 less the others would be rounding where they have nearly all.
+    A sum over these tokens: 1 less the probability of `ids` is rounding error where that is near 1.
     """
     return logprobs.scatter(-1, ids, -torch.inf).logsumexp(-1)
 
 
 def _cells(chosen: Tensor, tail: Tensor) -> Tensor:
-    """[C, K + 1] of log-probabilities [C, K] and [C]; all finite, so that 0 log 0 = 0."""
+    """Log-probabilities [C, K] and [C] as [C, K + 1]; all finite, so that 0 log 0 = 0."""
     return torch.cat([chosen, tail[:, None]], dim=-1).clamp_(min=LEAST_LOGPROB)
 
 
@@ -233,8 +229,8 @@ def _of(rows: Rows, chosen: Tensor | slice) -> Rows:
 def divergence(policy: Tensor, teacher: Tensor, *, alpha: float) -> Tensor:
     """D [C] of log-probabilities [C, M], in nats; at least 0.
 
-    Where p and q are nearly the same its terms cancel to second order in log(q/p), and so does the
-    rounding of these: with 0 = Σ (q - p) in the sum each of its terms is at least 0.
+    Where p and q are nearly equal, the terms cancel to second order in log(q/p), and rounding would
+    remain; adding 0 = Σ (q - p) to the sum makes each term at least 0.
 
     >>> p, q = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.25, 0.75]]).log()
     >>> [round(divergence(p, q, alpha=alpha).item(), 4) for alpha in (0, 0.5, 1)]
@@ -255,13 +251,13 @@ def divergence(policy: Tensor, teacher: Tensor, *, alpha: float) -> Tensor:
             if alpha == 0
             else torch.exp(policy).mul_(-gap).add_(excess).sum(-1)
         )
-    return total.clamp_(min=0)  # what is below is rounding
+    return total.clamp_(min=0)  # negative values are rounding errors
 
 
 def gradient_by_logits(policy: Tensor, teacher: Tensor, *, alpha: float) -> Tensor:
-    """∂D / ∂logits [C, M] that make the policy's log-probabilities [C, M]; each row sums to 0.
+    """∂D / ∂logits [C, M] of the policy's log-probabilities [C, M]; each row sums to 0.
 
-    For α = 0 it is no quotient q/p, which overflows where the policy is sure of something else.
+    For α = 0 it avoids the quotient q/p, which overflows where p is tiny.
     """
     probs = policy.exp()
     if alpha == 0:
@@ -269,8 +265,8 @@ def gradient_by_logits(policy: Tensor, teacher: Tensor, *, alpha: float) -> Tens
         return probs.mul_(outcomes.sum(-1, keepdim=True)).sub_(outcomes)
     gap = teacher - policy
     by_prob = gap.neg_() if alpha == 1 else _by_mixture(gap, alpha)[0].mul_(1 - alpha)
-    # Relative to the likeliest outcome's, whose p g would cancel against the mean: where p is
-    # nearly 1 only rounding would be left of its gradient.
+    # Subtract g of the likeliest outcome, whose p g would cancel against the mean: where p is near
+    # 1, only rounding would remain of its gradient.
     by_prob = by_prob - by_prob.gather(-1, policy.argmax(-1, keepdim=True))
     mean = (probs * by_prob).sum(-1, keepdim=True)
     return by_prob.sub_(mean).mul_(probs)
@@ -279,8 +275,8 @@ def gradient_by_logits(policy: Tensor, teacher: Tensor, *, alpha: float) -> Tens
 def _by_mixture(gap: Tensor, alpha: float) -> tuple[Tensor, Tensor]:
     """log(p/m) and log(q/m) [C, M] of gap = log(q/p), exactly 0 where it is 0.
 
-    m/p = 1 + α (q/p - 1), and m/q likewise: of the two the one of the smaller weight is taken, in
-    which 1 never cancels.
+    m/p = 1 + α (q/p - 1), and m/q likewise: the one with the smaller weight is computed, in which 1
+    does not cancel; the other follows from it.
     """
     gap = gap.clamp(-MAX_EXPONENT, MAX_EXPONENT)
     if alpha < 0.5:

@@ -1,16 +1,16 @@
-"""Logits from teacher ranks straight to trainer ranks: the group, and a teacher's end of it.
+"""Logits from teacher ranks straight to trainer ranks: the process group, and a teacher's part.
 
-The group lies beside the trainers' own. It is formed between two gradient steps, and formed again
-when its members change. gloo on hosts, NCCL on CUDA devices, by the same calls.
+The group exists beside the trainers' own. It is formed between two gradient steps, and again when
+its members change. It uses gloo on hosts and NCCL on CUDA devices, by the same calls.
 
-`ExpressGroup`, a member's end:
+`ExpressGroup`, in each member:
 consumes:     a plan, which every member makes of the same meshes; chunks that a teacher computes
-produces:     the rows that a trainer needs; or `ExpressLost` on every member that is left
+produces:     the rows that a trainer needs; or `ExpressLost` on every remaining member
 waits for:    the other end of each send; at the end of an exchange, all members
 unblocked by: sends in the plan's order; a member's loss, by its closed connections or a timeout
 
-`ExpressTeacher`, a teacher rank with the whole trunk and its columns of the head:
-consumes:     rounds: sequences to read, and who needs which rows of their logits
+`ExpressTeacher`, a teacher rank with the whole model and its columns of the head:
+consumes:     rounds: sequences to read, and which rank needs which rows of their logits
 produces:     these cells, a chunk at a time, into the sends of the round's plan
 waits for:    the trainer ranks that the cells go to, and at a round's end all members
 unblocked by: a trainer that is ready for the next chunk
@@ -40,7 +40,7 @@ Pair = tuple[TokenIds, TokenIds]  # prompt ids [P], output ids [L]
 
 
 class Meeting(NamedTuple):
-    """Where the members of one group meet, and what they must agree upon beside the plan."""
+    """The address of one group's store, and what its members must agree on besides the plan."""
 
     address: str
     port: int
@@ -53,14 +53,14 @@ def open_meeting(
 ) -> tuple[Meeting, dist.Store]:
     """Called by one process, which keeps the store until it has left the group.
 
-    `address`: of this machine, as the other members reach it.
+    `address`: that of this machine, by which other members reach it.
     """
     store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False)
     return Meeting(address, store.port, num_members, dtype), store
 
 
 class ExpressGroup:
-    """One member's end of a group; whoever gets an error from it must form another."""
+    """One member of a group. After an error of any method, the caller must form another group."""
 
     def __init__(
         self,
@@ -70,9 +70,9 @@ class ExpressGroup:
         device: torch.device,
         timeout_s: float = deadlines.EXPRESS_CHUNK_S,
     ) -> None:
-        """Return when all members have come; `rank` is this process's in plans.
+        """Return when all members have joined; `rank` is this process's rank in plans.
 
-        A member that is silent for `timeout_s` is lost. Raises `ExpressLost`.
+        A member that does not answer for `timeout_s` is lost. Raises `ExpressLost`.
         """
         self.rank = rank
         self.dtype = meeting.dtype
@@ -89,12 +89,12 @@ class ExpressGroup:
             self._meet()
 
     def exchange(self, sends: Sequence[Send], *, give: Give, take: Take) -> None:
-        """Carry out this member's part of a plan: `give` as a source, `take` as a target.
+        """Carry out this member's part of a plan: call `give` as a source, `take` as a target.
 
-        `give` returns contiguous cells [rows, columns] of the group's type on its device; `take`
-        gets such, which are overwritten afterwards. Beside what these two keep, one chunk is held.
-        Returns when every member has done its part. Raises `ExpressLost`; whatever error it is that
-        ends this member's part, the group is closed, and the others get `ExpressLost`.
+        `give` returns cells [rows, columns] of the group's dtype on its device; `take` gets such
+        cells, which the next chunk overwrites. One chunk is held besides what these two keep.
+        Returns when every member has done its part. Raises `ExpressLost`. After any error in this
+        member the group is closed, and the others get `ExpressLost`.
         """
         try:
             buffer = self._buffer(sends)
@@ -122,7 +122,7 @@ class ExpressGroup:
         return dist.ProcessGroupGloo(store, self.rank, num_members, self._timeout)
 
     def _give(self, number: int, send: Send, cells: Tensor, take: Take) -> None:
-        if send.is_local:  # gloo has no way from a process to itself
+        if send.is_local:  # gloo cannot send from a process to itself
             take(send, cells)
             return
         with _as_loss():
@@ -148,7 +148,7 @@ class ExpressGroup:
         return self._group
 
     def _checked(self, send: Send, cells: Tensor) -> Tensor:
-        """What would be another size on the wire than the receiver expects ends its process."""
+        """Make cells contiguous; ValueError for a shape or dtype that would crash the receiver."""
         if cells.shape != send.shape or cells.dtype != self.dtype:
             raise ValueError(
                 f"cells must have the plan's shape {send.shape} and the group's type "
@@ -157,7 +157,7 @@ class ExpressGroup:
         return cells.contiguous()
 
     def _buffer(self, sends: Sequence[Send]) -> Tensor:
-        """Room for the largest chunk that this member receives."""
+        """A buffer for the largest chunk that this member receives."""
         sizes = (
             send.shape[0] * send.shape[1]
             for send in sends
@@ -167,7 +167,7 @@ class ExpressGroup:
 
 
 def keep_in(cells: Tensor, *, first_column: int = 0) -> Take:
-    """Put what comes into `cells` [N, columns], the target's own block."""
+    """A `Take` that writes into `cells` [N, columns], the block of the target."""
 
     def take(send: Send, received: Tensor) -> None:
         start, stop = (column - first_column for column in send.columns)
@@ -179,10 +179,10 @@ def keep_in(cells: Tensor, *, first_column: int = 0) -> Take:
 
 @contextmanager
 def _as_loss() -> Iterator[None]:
-    """Torch's errors of connections and timeouts, as one."""
+    """Raise torch's errors of connections and timeouts as `ExpressLost`."""
     try:
         yield
-    except RuntimeError as error:  # torch has no type of its own for gloo's
+    except RuntimeError as error:  # torch has no class for gloo's errors
         if isinstance(error, ExpressLost):
             raise
         raise ExpressLost(
@@ -191,10 +191,10 @@ def _as_loss() -> Iterator[None]:
 
 
 class ExpressTeacher:
-    """A teacher's model as one member of express groups, one after another."""
+    """A teacher's model as a member of express groups, one after another."""
 
     def __init__(self, scorer: Scorer, *, device: torch.device, max_tokens: int) -> None:
-        """A forward has at most `max_tokens`, of prompts and outputs."""
+        """`max_tokens`: of prompts and outputs in one forward."""
         self._scorer = scorer
         self._device = device
         self._max_tokens = max_tokens
@@ -203,7 +203,7 @@ class ExpressTeacher:
     def join(
         self, meeting: Meeting, *, rank: int, timeout_s: float = deadlines.EXPRESS_CHUNK_S
     ) -> None:
-        """Leave the group before, if any, for a new one. Raises `ExpressLost`."""
+        """Join a new group; leave the one before, if any. Raises `ExpressLost`."""
         self.leave()
         self._group = ExpressGroup(meeting, rank=rank, device=self._device, timeout_s=timeout_s)
 
@@ -215,7 +215,7 @@ class ExpressTeacher:
 
     @torch.no_grad()
     def serve(self, work: ExpressRound) -> None:
-        """Read the sequences, and send what others need of their logits. Raises `ExpressLost`."""
+        """Read the sequences, and send the logits that trainers need. Raises `ExpressLost`."""
         group = self._group
         if group is None:
             raise ExpressLost("this teacher is in no express group: form one")
@@ -229,7 +229,7 @@ class ExpressTeacher:
         group.exchange(sends, give=give, take=_nothing)
 
     def _hidden(self, readings: Sequence[Reading]) -> Tensor:
-        """[N, H] last hidden states, of which the head predicts the output tokens."""
+        """The last hidden states [N, H], of which the head predicts the output tokens."""
         policy = self._scorer.policy
         parts = [
             policy.hidden_states(self._scorer.packed(pairs))
@@ -239,7 +239,7 @@ class ExpressTeacher:
         return torch.cat(parts) if parts else torch.empty(0, width, device=self._device)
 
     def _giving(self, hidden: Tensor, own: Block, dtype: torch.dtype) -> Give:
-        """Logits [C, columns] of a send: this rank's columns of the head, for one chunk of rows."""
+        """A `Give`: logits [C, columns] of a send's rows, by this rank's columns of the head."""
         head = self._scorer.head.columns(slice(*own.columns))
 
         def give(send: Send) -> Tensor:
@@ -251,19 +251,18 @@ class ExpressTeacher:
 
 
 def _forwards(readings: Sequence[Reading], max_tokens: int) -> Iterator[list[Pair]]:
-    """Prompts and outputs in order, as many to a forward as fit; at least one."""
+    """Yield the (prompt, output) pairs of each forward, in order; as many as fit, at least one."""
     taken: list[Pair] = []
     room = max_tokens
     for reading in readings:
-        size = len(reading.prompt) + len(reading.output)
-        if taken and size > room:
+        if taken and reading.num_tokens > room:
             yield taken
             taken, room = [], max_tokens
         taken.append((reading.prompt, reading.output))
-        room -= size
+        room -= reading.num_tokens
     if taken:
         yield taken
 
 
 def _nothing(send: Send, cells: Tensor) -> None:
-    """A teacher needs no cells."""
+    """A `Take` of teachers, which plans give no cells."""

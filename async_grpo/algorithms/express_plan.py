@@ -1,10 +1,10 @@
-"""Which cells of the teachers' logits travel from which process to which: pure, the same anywhere.
+"""Which cells of a teacher's logits are sent from which process to which. Pure.
 
 A mesh is data x tensor: the data axis cuts rows (trained tokens), the tensor axis the vocabulary.
-Teacher and trainer meshes may have any sizes; rows are matched by identity, never by position.
+Teacher and trainer meshes may have any sizes; rows are matched by their ids, not their positions.
 
-A round is one minibatch of every trainer rank, as work for the ranks of a teacher: a sequence is
-read by the tensor ranks of one data rank, wherever its logits are needed.
+A round is one minibatch of every trainer rank, as work for the ranks of a teacher: the tensor ranks
+of one data rank read a sequence, whichever ranks need its logits.
 
 Example: teachers 1 x 2 hold both halves of four columns, trainers 2 x 1 need a row each.
 
@@ -33,14 +33,14 @@ from async_grpo.types import RowKey
 from async_grpo.types.message import Parcel
 
 RowId = Hashable  # of one row of logits: (`RowKey` of its sequence, token within the output)
-Interval = tuple[int, int]  # of columns: the first, and the one behind the last
-Holders = Mapping[RowId, Sequence[tuple[int, int]]]  # number of the block, position in its rows
+Interval = tuple[int, int]  # columns [first, second)
+Holders = Mapping[RowId, Sequence[tuple[int, int]]]  # (index of a block, position in its rows)
 CHUNK_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """What one process holds or needs: all cells of these rows x columns."""
+    """The cells that one process holds or needs: these rows x these columns."""
 
     process: int  # its rank in the express group
     rows: tuple[RowId, ...]
@@ -48,17 +48,17 @@ class Block:
 
 
 class Send(NamedTuple):
-    """Cells that travel in one message; within a process they are copied."""
+    """The cells of one message, or of a copy if source and target are the same process."""
 
     source: int  # process
     target: int
     source_rows: tuple[int, ...]  # positions in the rows of the source's block
-    target_rows: tuple[int, ...]  # where these lie in the rows of the target's
+    target_rows: tuple[int, ...]  # positions of the same rows in the target's block
     columns: Interval
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows and columns."""
+        """(number of rows, number of columns)."""
         return len(self.source_rows), self.columns[1] - self.columns[0]
 
     @property
@@ -92,10 +92,10 @@ def plan_sends(
 ) -> tuple[Send, ...]:
     """Sends by which every needed cell reaches its block exactly once, in the order of sending.
 
-    `item_bytes`: of one cell. A send has at most `chunk_bytes`, cut by rows. Of several holders of
-    a cell the needing process itself comes first, else who has the fewest cells to send so far.
-    Raises ValueError when nobody holds a needed cell, when a process has two blocks on one side or
-    one row twice, or when `chunk_bytes` is less than one row.
+    `item_bytes`: of one cell. Sends are cut by rows into chunks of at most `chunk_bytes`. A cell's
+    source is the process that needs it, if it holds it, else the holder with the fewest cells to
+    send so far. Raises ValueError when no process holds a needed cell, when a process has two
+    blocks on one side or a block has a row twice, or when `chunk_bytes` is less than one row.
     """
     held, needed = (_checked(side) for side in (held, needed))
     holders = _holders(held)
@@ -111,7 +111,7 @@ def plan_sends(
     )
 
     def order(numbered: tuple[int, Send]) -> tuple[int, ...]:
-        """First chunks first; among them, side by side, those whose sources and targets differ."""
+        """By number of the chunk, then so that neighbours have other sources and targets."""
         number, send = numbered
         distance = (targets[send.target] - sources[send.source]) % len(targets)
         return number, distance, sources[send.source], *send.columns
@@ -120,7 +120,7 @@ def plan_sends(
 
 
 def _checked(blocks: Sequence[Block]) -> Sequence[Block]:
-    """The blocks by process, so that nothing depends on the order in which they are named."""
+    """The blocks, sorted by process: every member makes the same plan. ValueError: see above."""
     counts = Counter(block.process for block in blocks)
     if counts and max(counts.values()) > 1:
         raise ValueError(f"a process has one block of a mesh, got several of {max(counts)}")
@@ -142,7 +142,7 @@ def _holders(held: Sequence[Block]) -> Holders:
 def _sends_to(
     target: Block, held: Sequence[Block], holders: Holders, num_cells: Counter[int]
 ) -> Iterator[Send]:
-    """Uncut sends of all cells that one block needs; adds their sources' cells to `num_cells`."""
+    """Yield uncut sends of all cells that one block needs; adds to the sources' `num_cells`."""
     found: dict[tuple[int, Interval], list[tuple[int, int]]] = defaultdict(list)
     pieces: dict[tuple[int, ...], list[tuple[Interval, list[int]]]] = {}
     for target_row, row in enumerate(target.rows):
@@ -166,7 +166,7 @@ def _sends_to(
 def _pieces(
     target: Block, row: RowId, candidates: Sequence[tuple[int, Block]]
 ) -> Iterator[tuple[Interval, list[int]]]:
-    """The target's columns, cut where any holder's begin or end, and who holds each piece."""
+    """Yield the target's columns, cut where a holder's begin or end, with each piece's holders."""
     start, stop = target.columns
     edges = {edge for _, block in candidates for edge in block.columns if start < edge < stop}
     for columns in pairwise(sorted({start, stop} | edges)):
@@ -204,23 +204,28 @@ class Reading(NamedTuple):
     output: NDArray[np.int32]  # [L]
     trained: NDArray[np.intp]  # indices into the output of the tokens whose logits are needed
 
+    @property
+    def num_tokens(self) -> int:
+        """Of prompt and output."""
+        return len(self.prompt) + len(self.output)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpressRound(Parcel):
-    """What one teacher rank reads, and what becomes of all ranks' logits."""
+    """The sequences that one teacher rank reads, and the blocks of all members of the group."""
 
-    readings: tuple[Reading, ...]  # whose output tokens are the rows of its block, in order
+    readings: tuple[Reading, ...]  # their output tokens are the rows of its block, in order
     held: tuple[Block, ...]  # of all teacher ranks: members 0, 1, ... of the group
     needed: tuple[Block, ...]  # of all trainer ranks: the members after these
     chunk_bytes: int = CHUNK_BYTES
 
     @property
     def num_tokens(self) -> int:
-        """That this rank reads."""
-        return sum(map(_length, self.readings))
+        """Prompt and output tokens that this rank reads."""
+        return sum(reading.num_tokens for reading in self.readings)
 
     def sends(self, item_bytes: int) -> tuple[Send, ...]:
-        """The same on every member; `item_bytes`: of one logit."""
+        """The plan, the same on every member; `item_bytes`: of one logit."""
         return plan_sends(
             self.held, self.needed, item_bytes=item_bytes, chunk_bytes=self.chunk_bytes
         )
@@ -229,7 +234,7 @@ class ExpressRound(Parcel):
 def plan_round(
     needs: Sequence[Sequence[Reading]], *, teachers: tuple[int, int], width: int
 ) -> list[ExpressRound]:
-    """The work of each teacher rank; `needs` are those of each trainer rank.
+    """The work of each teacher rank; `needs` has the sequences of each trainer rank.
 
     `teachers`: sizes of the data and the tensor axis. `width`: columns of the logits.
     """
@@ -250,15 +255,11 @@ def plan_round(
 
 
 def _share_out(readings: Sequence[Reading], num_parts: int) -> list[list[Reading]]:
-    """The longest first, each to who has the fewest tokens: near-even forwards."""
+    """Divide the sequences, longest first, each to the part with the fewest tokens so far."""
     parts: list[list[Reading]] = [[] for _ in range(num_parts)]
     num_tokens = [0] * num_parts
-    for reading in sorted(readings, key=lambda r: (-_length(r), r.key)):
+    for reading in sorted(readings, key=lambda r: (-r.num_tokens, r.key)):
         least = num_tokens.index(min(num_tokens))
         parts[least].append(reading)
-        num_tokens[least] += _length(reading)
+        num_tokens[least] += reading.num_tokens
     return parts
-
-
-def _length(reading: Reading) -> int:
-    return len(reading.prompt) + len(reading.output)

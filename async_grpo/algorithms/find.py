@@ -12,15 +12,15 @@ from async_grpo.config.teaching import check_distillation
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.util.user_code import UserCode
 
-# Where a process looks at strangers' files: what makes an algorithm of one without importing it.
+# Set by `check`, which does not trust users' files: makes an algorithm of one elsewhere.
 import_elsewhere: Callable[[TrainConfig, UserCode], Algorithm] | None = None
 SHIPPED: dict[str, type[Algorithm]] = {"grpo": Grpo, "sft": Sft}
 
 
 def users_algorithm(config: TrainConfig) -> UserCode | None:
-    """The file of the run's algorithm as it is now; None for a shipped one.
+    """The current content of the file that defines the run's algorithm; None for a shipped one.
 
-    Raises `ConfigError` for a name that is none.
+    Raises `ConfigError` for an unknown name.
     """
     if config.objective.algorithm in SHIPPED:
         return None
@@ -28,14 +28,12 @@ def users_algorithm(config: TrainConfig) -> UserCode | None:
 
 
 def find_algorithm(config: TrainConfig, code: UserCode | None = None) -> Algorithm:
-    """The run's algorithm, made of its options; `code` where its file was read before.
+    """The run's algorithm, made of its options; `code` if its file has been read before.
 
-    Raises `ConfigError` for what is no algorithm, and for options that the algorithm refuses.
+    Raises `ConfigError` for a file without an algorithm, and for options that it refuses.
     """
-    read = code or users_algorithm(config)
-    if read and not code and import_elsewhere:
-        return import_elsewhere(config, read)
-    code = read
+    if code is None and (code := users_algorithm(config)) and import_elsewhere:
+        return import_elsewhere(config, code)
     found = code.load(Algorithm) if code else _shipped(config)
     if not found.learns_from_pairs:
         config.check_sampling()

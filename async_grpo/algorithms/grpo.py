@@ -3,8 +3,8 @@
 generated, verified ─▶ [reference, k1 only] ─▶ shaped rewards, advantages ─▶ drawn again?
                                                  └─▶ masked ─▶ [reference, KL in the loss]
 
-A reward is shaped before the baseline: length and drift from the reference are taken from it. What
-a run optimises is printed once in words, so that nobody has to guess from option names.
+Rewards are shaped before the baseline is subtracted: by penalties for length and for KL from the
+reference. A run prints once in words what it optimises.
 
 Legend: _G members of a group, _L output tokens.
 """
@@ -32,7 +32,7 @@ DENOMINATORS = {
     "sample-mean": "a mean over each sample's tokens, then over the samples of the step",
     "token-mean": "a mean over all tokens of the step",
 }
-OLD_POLICY = {
+OLD_POLICY = {  # by `TrainConfig.mode`
     "on_policy": "the policy itself",
     "behaviour": "what the engine recorded",
     "decoupled": "the policy at the start of the batch",
@@ -49,25 +49,20 @@ class Grpo(Algorithm):
         check_objective(objective, mode=mode, max_generation_tokens=longest)
         if objective.kl_coefficient:
             self.needs = (ScoreNeed(REFERENCE, before_advantages=not objective.kl_in_loss),)
-        # With one step a batch the policy itself is what it was at the start.
+        # With one step a batch the policy is still that of the batch's start.
         self.uses_old_policy = mode == "decoupled" and self.config.batching.steps_per_batch > 1
-        # The ratio is exactly 1 wherever it is computed, so that no bound can cut anything.
-        self.clip_is_inert = mode == "on_policy" or (
-            mode == "decoupled" and not self.uses_old_policy
-        )
+        # The ratio is then exactly 1, so that no bound can change anything.
+        self.clip_is_inert = mode != "behaviour" and not self.uses_old_policy
         is_corrected = objective.importance_correction != "none"
         self._needs_one_row = objective.ratio_level == "sequence" or (
             is_corrected and objective.correction_level == "sequence"
         )
-        self._every_term_has_advantage = (
-            not objective.kl_in_loss and not objective.entropy_coefficient
-        )
 
     def finish_group(self, group: Group) -> Group:
-        """Penalties and advantages; replaced where nothing can be learnt and more may be drawn.
+        """The group with penalties and advantages, or replaced.
 
-        That is a group without variance of its shaped rewards, by exact equality. The last one
-        that a slot may draw is kept, whatever it is.
+        A group is replaced if its shaped rewards have no variance, by exact equality, and its slot
+        may draw again.
         """
         if self._needs_one_row and any(len(s.episode.rows) > 1 for s in group.samples):
             raise ConfigError(
@@ -83,7 +78,7 @@ class Grpo(Algorithm):
         return replace(group, is_replaced=may_draw and not has_variance(rewards))
 
     def mask(self, samples: Samples) -> Samples:
-        """Outputs that were cut are not trained, if the run says so; their advantages stay."""
+        """Mask truncated outputs with --mask-truncated-samples; their advantages stay."""
         if not self.config.objective.mask_truncated_samples:
             return samples
         return tuple(
@@ -94,10 +89,10 @@ class Grpo(Algorithm):
         )
 
     def contributes(self, sample: Sample) -> bool:
-        """A term that is not proportional to the advantage (KL in the loss, entropy) needs it."""
-        if sample.num_trained_tokens == 0:
-            return False
-        return not self._every_term_has_advantage or sample.has_advantage
+        """Without an advantage only KL in the loss and the entropy bonus have a gradient."""
+        objective = self.config.objective
+        needs_advantage = not objective.kl_in_loss and not objective.entropy_coefficient
+        return super().contributes(sample) and (sample.has_advantage or not needs_advantage)
 
     def loss(self, scored: TokenLogprobs, packed: PackedMinibatch) -> LossSums:
         """See grpo_loss.py."""
@@ -127,15 +122,16 @@ class Grpo(Algorithm):
 def group_advantages(
     rewards_G: ArrayLike, *, method: str = "grpo", eps: float = 1e-4
 ) -> NDArray[np.float64]:
-    """Advantages [G] of one group, scored and unscorable members alike.
+    """Advantages [G] of one group, of samples with and without a score.
 
-    - `grpo`: (x - mean) / (std + eps). The std is the sample one (ddof 1), and eps 1e-4: the
-      formula of DeepSeekMath leaves it open, TRL and verl both take torch's default, so learning
-      rates carry over from them; it is also the unbiased estimate for the few members of a group.
+    - `grpo`: (x - mean) / (std + eps), with the sample's std (ddof 1). DeepSeekMath leaves both
+      open; TRL and verl take torch's default, so their learning rates carry over. ddof 1 is also
+      the unbiased estimate for the few members of a group.
     - `dr`: x - mean (Dr. GRPO).
     - `rloo`: x - mean of the other members.
 
-    A group without variance is found by exact equality and is exactly 0.0.
+    Of a group without variance, by exact equality, all are exactly 0.0. Raises ValueError for
+    rewards that are not finite.
 
     >>> group_advantages([1, 0, 0, 1], method="rloo").round(3).tolist()
     [0.667, -0.667, -0.667, 0.667]
@@ -164,10 +160,10 @@ def has_variance(rewards_G: ArrayLike) -> bool:
 def overlong_penalty(
     num_tokens: int, *, max_tokens: int, buffer_tokens: int, largest: float
 ) -> float:
-    """DAPO's soft punishment of an output of `num_tokens` (arXiv 2503.14476, eq. 13), not negative.
+    """DAPO's soft penalty for an output of `num_tokens` (arXiv 2503.14476, eq. 13), not negative.
 
-    Nothing up to `max_tokens - buffer_tokens`, then linearly more, `largest` at `max_tokens`. The
-    paper's `largest` is 1; without a buffer there is no punishment.
+    0 up to `max_tokens - buffer_tokens`, then linear, `largest` at `max_tokens`. The paper's
+    `largest` is 1; without a buffer there is no penalty.
 
     >>> [overlong_penalty(n, max_tokens=20, buffer_tokens=4, largest=1.0) for n in (16, 17, 20)]
     [0.0, 0.25, 1.0]
@@ -187,7 +183,7 @@ def kl_penalty(
 ) -> float:
     """`coefficient` times k1, the sum of behaviour - reference over unmasked tokens, in nats.
 
-    Either sign: only its mean over samples estimates a divergence.
+    It may be negative: only its mean over samples estimates a divergence.
 
     >>> import numpy as np
     >>> mask = np.array([True, True, False])
@@ -200,7 +196,7 @@ def kl_penalty(
 
 
 def shaped(sample: Sample, objective: ObjectiveOptions, *, max_tokens: int) -> Sample:
-    """The sample with the penalties of the run's options; k1 in the reward needs its scores."""
+    """The sample with its penalties; KL in the reward reads the scores of the reference."""
     overlong = overlong_penalty(
         sample.episode.longest_turn,
         max_tokens=max_tokens,
@@ -221,7 +217,7 @@ def shaped(sample: Sample, objective: ObjectiveOptions, *, max_tokens: int) -> S
             if row.logprobs is not None
         )
     if not overlong and not kl:
-        return sample  # as most runs' are
+        return sample
     return replace(sample, overlong_penalty=overlong, kl_penalty=kl)
 
 

@@ -1,4 +1,4 @@
-"""The GRPO family's loss, as plain sums over tokens: nothing here divides by a count of them.
+"""The loss of the GRPO family: plain sums over tokens, not divided by their number.
 
     gradient = (1 / D) * d/dθ  Σ_i Σ_t  w_i * loss_it        (design, section 4)
     loss_it  = f(old / b) * policy_it + β * kl_it - c * entropy_it
@@ -33,11 +33,10 @@ def grpo_loss(
 ) -> LossSums:
     """Policy gradient with its penalties (DeepSeekMath, arXiv 2402.03300, eq. 3 and 19).
 
-    logprobs, entropy [N]; `packed.scores["old"]` [N] is for the mode `decoupled` alone, and is not
-    there while the policy has not moved since the start of the batch. The population of every sum
-    is the minibatch's trained tokens that were sampled: given ones have no term here.
-    `policy_loss_sum` and `kl_sum` are weighted like the loss, the others are not.
-    `mode`: `TrainConfig.mode`.
+    logprobs, entropy [N]. `packed.scores["old"]` [N] is read in the mode `decoupled`; it is missing
+    while the policy has not moved since the start of the batch. Every sum is over the minibatch's
+    trained tokens that were sampled; tokens of given pairs have no term here. `policy_loss_sum` and
+    `kl_sum` are weighted like the loss, the others are not. `mode`: `TrainConfig.mode`.
     """
     if packed.is_given is not None:
         logprobs, entropy, packed = _of_sampled(logprobs, entropy, packed, ~packed.is_given)
@@ -68,14 +67,14 @@ def grpo_loss(
 def _of_sampled(
     logprobs: Tensor, entropy: Tensor, packed: PackedMinibatch, is_sampled: Tensor
 ) -> tuple[Tensor, Tensor, PackedMinibatch]:
-    """What the loss reads, of the sampled tokens alone; the weights stay those of whole samples."""
+    """The inputs of the loss for sampled tokens alone; weights stay those of whole samples."""
     chosen = replace(
         packed,
         sample_index=packed.sample_index[is_sampled],
         weights=packed.weights[is_sampled],
         advantages=packed.advantages[is_sampled],
         behaviour_logprobs=packed.behaviour_logprobs[is_sampled],
-        # Payloads of teachers, which have columns, would cost a copy that nothing here reads.
+        # Teachers' payloads have columns; nothing here reads them, so they are not copied.
         scores={n: each[is_sampled] for n, each in packed.scores.items() if each.ndim == 1},
         is_given=None,
     )
@@ -83,7 +82,7 @@ def _of_sampled(
 
 
 def _old(logprobs: Tensor, packed: PackedMinibatch, mode: str) -> Tensor:
-    """What the ratio compares with, [N], without gradient."""
+    """The log-probabilities [N] under the old policy of the ratio, without gradient."""
     if mode == "behaviour":
         return packed.behaviour_logprobs
     given = packed.scores.get("old") if mode == "decoupled" else None
@@ -104,7 +103,7 @@ def _kl_sum(logprobs: Tensor, old: Tensor, packed: PackedMinibatch, estimator: s
 
 @torch.no_grad()
 def _is_far(logprobs: Tensor, old: Tensor, packed: PackedMinibatch, kl_in_loss: bool) -> Tensor:
-    """[N] bool: which tokens are beyond the bound of exponents."""
+    """[N] bool: tokens with a log-ratio above `MAX_EXPONENT`."""
     is_far = logprobs - old > MAX_EXPONENT
     if kl_in_loss:
         is_far |= packed.scores[REFERENCE] - logprobs > MAX_EXPONENT
@@ -112,18 +111,18 @@ def _is_far(logprobs: Tensor, old: Tensor, packed: PackedMinibatch, kl_in_loss: 
 
 
 def bounded(log_ratio: Tensor) -> Tensor:
-    """What may be exponentiated: products of two such ratios stay finite in float32.
+    """The log-ratio, at most `MAX_EXPONENT`: products of two such ratios are finite in float32.
 
-    Beyond floats 0 * inf would make a NaN of a gradient that a clip has cut to 0. What is cut here
-    has no gradient either. Below, exp() goes to 0 by itself.
+    With an infinite ratio, a gradient that a clip has made 0 would be 0 * inf = NaN. A bounded
+    value has no gradient. No lower bound is needed: exp() goes to 0.
     """
     return log_ratio.clamp(max=MAX_EXPONENT)
 
 
 def over_samples(values: Tensor, packed: PackedMinibatch, *, mean: bool) -> Tensor:
-    """Each token's [N] value replaced by its sample's sum, or mean, over its trained tokens.
+    """For each token [N] the sum, or mean, of the values of its sample's trained tokens.
 
-    Every token of a sample is in the same minibatch, so that no partition can change the result.
+    All tokens of a sample are in the same minibatch, so that no partition changes the result.
     """
     num_rows = len(packed.cu_seqlens) - 1
     totals_S = values.new_zeros(num_rows).index_add(0, packed.sample_index, values)
@@ -134,7 +133,7 @@ def over_samples(values: Tensor, packed: PackedMinibatch, *, mean: bool) -> Tens
 
 
 def policy_ratio(logprobs: Tensor, old: Tensor, packed: PackedMinibatch, *, level: str) -> Tensor:
-    """Probability under the policy by probability under `old`, [N], with gradient.
+    """Probability under the policy divided by that under `old`, [N], with gradient.
 
     `sequence` is GSPO's length-normalised one, exp(mean_t (lp - old)), the same for all tokens of a
     sample (arXiv 2507.18071, eq. 7).
@@ -148,10 +147,10 @@ def policy_ratio(logprobs: Tensor, old: Tensor, packed: PackedMinibatch, *, leve
 def policy_loss(
     ratio: Tensor, logprobs: Tensor, advantages: Tensor, config: ObjectiveOptions
 ) -> tuple[Tensor, Tensor]:
-    """The surrogate of each token, [N], and where its bound cut the gradient or the weight.
+    """Each token's surrogate loss [N], and bool [N]: whether a bound cut its gradient or weight.
 
-    `clip` is -min(ratio * A, clip(ratio, 1 - low, 1 + high) * A). A good token's ratio counts up
-    to 1 + high, a bad token's down to 1 - low; going back is free:
+    `clip` is -min(ratio * A, clip(ratio, 1 - low, 1 + high) * A): with A > 0 a ratio has a gradient
+    below 1 + high, with A < 0 above 1 - low:
 
     >>> config = ObjectiveOptions(clip_low=0.25, clip_high=0.25)
     >>> ratio = torch.tensor([1.5, 1.5, 0.5, 0.5])
@@ -162,9 +161,9 @@ def policy_loss(
     >>> clipped.tolist()
     [True, False, False, True]
 
-    `dual_clip` also bounds the ratio of a bad token above (arXiv 1912.09729, eq. 5); 0 is off.
-    `cispo` is -sg(clip(ratio, 1 - low, 1 + high)) * A * lp (arXiv 2506.13585, eq. 4): no token
-    loses its gradient, only its weight is bounded.
+    `dual_clip` also bounds ratios with A < 0 above (arXiv 1912.09729, eq. 5); 0 is off. `cispo` is
+    -sg(clip(ratio, 1 - low, 1 + high)) * A * lp (arXiv 2506.13585, eq. 4): every token keeps a
+    gradient, of bounded weight.
     """
     limited = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
     if config.policy_loss == "cispo":
@@ -183,10 +182,10 @@ def policy_loss(
 def correction_weights(
     old: Tensor, packed: PackedMinibatch, config: ObjectiveOptions
 ) -> tuple[Tensor, Tensor]:
-    """w = f(exp(old - b)) [N] for what the engine sampled with other numbers, and where f cut.
+    """Weights f(exp(old - b)) [N] that correct the engine's numerics, and bool [N]: where f cut.
 
-    `truncate` is min(., high); `mask` keeps what lies in [low, high] and makes the rest 0. At level
-    `sequence` the ratio is the whole output's, exp(sum_t (old - b)).
+    `truncate` is min(., high); `mask` keeps ratios in [low, high] and makes others 0. At level
+    `sequence` the ratio is that of the whole output, exp(sum_t (old - b)).
     """
     low, high = config.correction_low, config.correction_high
     log_ratio = old - packed.behaviour_logprobs
@@ -202,7 +201,7 @@ def correction_weights(
 def kl_penalty(logprobs: Tensor, reference: Tensor, *, estimator: str) -> Tensor:
     """Per-token estimate of KL(policy || reference), [N] (Schulman, "Approximating KL divergence").
 
-    `estimator` is k2; with any other name k3.
+    `estimator`: k2; any other name is k3.
 
     >>> lp, ref = torch.tensor([0.0, -2.0]), torch.tensor([0.0, -1.0])
     >>> kl_penalty(lp, ref, estimator="k2").tolist()
@@ -221,10 +220,10 @@ def kl_penalty(logprobs: Tensor, reference: Tensor, *, estimator: str) -> Tensor
 def mismatch(
     logprobs: Tensor, packed: PackedMinibatch
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """How far trainer and engine differ on what was sampled: (sums, maxima), [] each.
+    """How far trainer and engine differ on sampled tokens: (sums, maxima), [] each.
 
-    Of the ratio exp(lp - b): Σ of the k3 estimate of KL(behaviour || policy), Σ and Σ of squares,
-    which make the effective sample size; the largest ratio, and the largest |lp - b|.
+    Sums: the k3 estimate of KL(behaviour || policy), the ratios exp(lp - b) and their squares, from
+    which the effective sample size follows. Maxima: of the ratio, and of |lp - b|.
     """
     difference = logprobs - packed.behaviour_logprobs
     if packed.is_given is not None:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Sft(Algorithm):
-    """Σ w_i * -lp over the trained tokens; a pair is a sample, and nothing scales its logits."""
+    """Σ w_i * -lp over the trained tokens; each pair is a sample, at temperature 1."""
 
     learns_from_pairs = True
     aggregation = "token-mean"

@@ -1,8 +1,8 @@
 """A teacher's logits for the minibatches of all ranks, by express; every call is collective.
 
 consumes:     one minibatch a rank, of the same index; the workers that serve the teacher
-produces:     the same minibatches with scores `teacher.logits` and, made of these, `teacher`; or
-              word that there is no group
+produces:     the same minibatches with the scores `teacher.logits` and, computed of these,
+              `teacher`; or None if there is no group
 waits for:    the group's members, while it forms and while logits travel
 unblocked by: teachers that answer; a member's loss, after which there is no group until the next
               gradient step begins
@@ -11,6 +11,7 @@ unblocked by: teachers that answer; a member's loss, after which there is no gro
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -39,7 +40,7 @@ LOGITS = f"{TEACHER}.logits"
 
 
 class ExpressReceiver:
-    """One rank's end of the groups of a run, one after another."""
+    """One rank's membership in the express groups of a run, one after another."""
 
     def __init__(
         self,
@@ -52,9 +53,8 @@ class ExpressReceiver:
         workers: Callable[[], Sequence[tuple[WorkerInfo, WorkerHandle]]],
     ) -> None:
         """`teachers`: sizes of their data and tensor axes. `width`: of the policy's vocabulary.
-        `temperature`: at which tokens are sampled.
-
-        `workers`: those that serve the teacher now; rank 0 calls it.
+        `temperature`: at which tokens are sampled. Rank 0 calls `workers` for those that serve the
+        teacher now.
         """
         self._ranks = ranks
         self._teachers = teachers
@@ -64,21 +64,21 @@ class ExpressReceiver:
         self._workers = workers
         self._may_form = True
         self._group: ExpressGroup | None = None
-        # On rank 0: where the group met, its teacher ranks, and their calls.
+        # On rank 0: the store of the group, its teachers' workers, and the calls of these.
         self._store: torch.distributed.Store | None = None
         self._members: Sequence[WorkerHandle] = ()
         self._calls: list[Awaitable[None]] = []
 
     @property
     def num_teachers(self) -> int:
-        """Workers that a group takes."""
-        return self._teachers[0] * self._teachers[1]
+        """The number of workers in a group."""
+        return math.prod(self._teachers)
 
     def fill(self, item: Minibatch) -> Minibatch | None:
-        """The minibatch with its logits; None on every rank: they must come another way."""
+        """The minibatch with its logits, or None on every rank: fetch them by tickets."""
         if self._group is None and self._may_form:
             self._may_form = False
-            self._group = self._formed()
+            self._form()
         if self._group is None:
             return None
         needs = self._ranks.gather(tuple(map(_reading, item.samples)))
@@ -101,7 +101,7 @@ class ExpressReceiver:
         return _with_logits(item, own, cells, temperature=self._temperature)
 
     def step_ended(self) -> None:
-        """From now on another group may be formed, if there is none."""
+        """Called when a gradient step has ended; the next `fill` may form a group."""
         self._may_form = True
 
     def close(self) -> None:
@@ -110,35 +110,31 @@ class ExpressReceiver:
             self._group.close()
         self._group = self._store = None
 
-    def _formed(self) -> ExpressGroup | None:
-        """The group, or None on every rank."""
+    def _form(self) -> None:
+        """Form the group on every rank, or on none."""
         invitation = self._ranks.share(self._invite)
         if invitation is None:
-            return None
+            return
         meeting, width = invitation
         self._width = min(self._width, width)
-        group: ExpressGroup | None = None
         rank = self.num_teachers + self._ranks.rank
         try:
-            group = ExpressGroup(meeting, rank=rank, device=self._ranks.device)
+            self._group = ExpressGroup(meeting, rank=rank, device=self._ranks.device)
         except ExpressLost as error:
             self._lose(error)
-        # A teacher that has met the others may not have returned, and would refuse its first round.
+        # A teacher would refuse its first round while its call to join has not returned.
         refused = list(self._errors(timeout_s=deadlines.EXPRESS_FORMED_S))
-        if self._ranks.agree(int(group is None or bool(refused))):
-            if group is not None:
-                group.close()
-            return None
-        return group
+        if self._ranks.agree(int(self._group is None or bool(refused))):
+            self.close()
 
     def _invite(self) -> tuple[Meeting, int] | None:
-        """On rank 0: where as many teachers as it takes are to meet, and their vocabulary's width.
+        """Called on rank 0: ask teachers to join, and return their meeting and vocabulary's width.
 
-        None: there are fewer.
+        None: there are too few teachers.
         """
         try:
             workers = self._workers()
-        except (ProcessLostError, ClusterError):  # whoever asks for samples will hear of it
+        except (ProcessLostError, ClusterError):  # the stream will raise it
             return None
         if len(workers) < self.num_teachers:
             logger.warning(
@@ -146,7 +142,7 @@ class ExpressReceiver:
                 self.num_teachers, len(workers),
             )  # fmt: skip
             return None
-        info, _ = workers[0]  # all of a name serve the same model
+        info, _ = workers[0]  # all workers of a teacher serve the same model
         self._members = [handle for _, handle in workers[: self.num_teachers]]
         meeting, self._store = open_meeting(
             ray.util.get_node_ip_address(),
@@ -160,14 +156,14 @@ class ExpressReceiver:
         return meeting, info.vocab_size
 
     def _lose(self, error: ExpressLost) -> None:
-        """Leave the group; rank 0 says why, if a teacher knows better than its connection."""
+        """Leave the group; log the error and, on rank 0, errors of teachers that explain it."""
         self.close()
         causes = self._errors(timeout_s=deadlines.EXPRESS_LAST_WORD_S)
         for cause in (error, *(each for each in causes if not isinstance(each, ExpressLost))):
             logger.warning("%s", cause)
 
     def _errors(self, *, timeout_s: float) -> Iterator[AsyncGrpoError]:
-        """Of the last call of each teacher; only rank 0 has called them."""
+        """Yield the errors of each teacher's last call; only rank 0 has calls."""
         for number, call in enumerate(self._calls):
             try:
                 self._cluster.wait(call, timeout_s=timeout_s, who=f"teacher {number} of express")
@@ -183,21 +179,21 @@ def _reading(sample: Sample) -> Reading:
 def _with_logits(
     item: Minibatch, readings: Sequence[Reading], cells: Tensor, *, temperature: float
 ) -> Minibatch:
-    """The minibatch with the logits `cells` [N, V] of all its trained tokens, and their labels'
-    log-probabilities at `temperature`; other tokens have zeros."""
+    """The minibatch with the logits `cells` [N, V] of all its trained tokens and, computed of
+    these, their log-probabilities at `temperature`. Other tokens have zeros."""
     samples = []
     by_sample = cells.split([len(reading.trained) for reading in readings])
     for sample, reading, rows in zip(item.samples, readings, by_sample, strict=True):
         ids = torch.from_numpy(reading.output[reading.trained].astype(np.int64)).to(cells.device)
         logprobs = torch.log_softmax(rows.float() / temperature, dim=-1)
         labels = logprobs.gather(-1, ids[:, None]).squeeze(-1)
-        said = {LOGITS: _spread(rows, reading), TEACHER: _spread(labels, reading)}
-        samples.append(replace(sample, scores={**sample.scores, **said}))
+        scores = {LOGITS: _spread(rows, reading), TEACHER: _spread(labels, reading)}
+        samples.append(replace(sample, scores={**sample.scores, **scores}))
     return replace(item, samples=tuple(samples))
 
 
 def _spread(values: Tensor, reading: Reading) -> NDArray[np.float32]:
-    """[L, ...] of values [N, ...] of the trained tokens."""
+    """Values [L, ...] of all output tokens: `values` [N, ...] of the trained ones, and zeros."""
     spread = np.zeros((len(reading.output), *values.shape[1:]), np.float32)
     spread[reading.trained] = values.float().cpu().numpy()
     return spread
