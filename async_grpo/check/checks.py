@@ -49,8 +49,8 @@ from async_grpo.run.output_folder import check_output, check_overwrite
 from async_grpo.run.recruitment import Demand, brought_by, check_roles, check_worker
 from async_grpo.run.reward_trial import refuse_or_describe
 from async_grpo.telemetry.schema import METRIC_BY_NAME, axis_label
-from async_grpo.telemetry.trackers import check_trackers
 from async_grpo.types.worker_info import confinement_in_words
+from async_grpo.util.add_ons import add_on
 from async_grpo.util.errors import AsyncGrpoError
 
 MANY_UNKNOWN = 0.1  # of the tokens of the first prompts
@@ -65,8 +65,8 @@ def check_folders(setup: Setup, _: Facts) -> Iterator[Finding]:
     written = f"{recording.output_dir} can be written"
     yield from _of("output", lambda: check_output(recording), written)
     yield from _of("output", lambda: check_overwrite(recording, is_typed=setup.types_overwrite))
-    trackers = ", ".join(recording.trackers) or "none"
-    yield from _of("trackers", lambda: check_trackers(recording.trackers), trackers)
+    names = ", ".join(recording.trackers) or "none"
+    yield from _of("trackers", lambda: add_on("trackers").check_trackers(recording.trackers), names)
 
 
 def check_code(setup: Setup, _: Facts) -> Iterator[Finding]:

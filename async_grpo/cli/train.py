@@ -27,8 +27,8 @@ from async_grpo.launch.local_ranks import is_main_rank, rank0_only_errors
 from async_grpo.model.hub import local_folder
 from async_grpo.model.model_folder import check_files, check_tokenizer_files
 from async_grpo.run.output_folder import check_output, check_overwrite
-from async_grpo.telemetry.trackers import check_trackers
 from async_grpo.util import RELEASE, deadlines
+from async_grpo.util.add_ons import add_on
 from async_grpo.util.imports import without_collection
 from async_grpo.util.stopping import StopRequest
 
@@ -125,7 +125,7 @@ def algorithm_of(config: TrainConfig) -> Algorithm:
 def check_at_once(config: TrainConfig) -> None:
     """Check paths, trackers and the cluster's address; the files' contents are checked at load."""
     check_output(config.recording)
-    check_trackers(config.recording.trackers)
+    add_on("trackers").check_trackers(config.recording.trackers)
     model = Path(config.places.model_name_or_path)
     check_files(model)
     check_tokenizer_files(model)

@@ -24,7 +24,6 @@ from async_grpo.telemetry.jsonl import JsonlWriter, write_json_atomic
 from async_grpo.telemetry.metrics_row import metrics_row
 from async_grpo.telemetry.progress import duration, number
 from async_grpo.telemetry.sample_dump import all_files
-from async_grpo.telemetry.trackers import Trackers, as_charts
 from async_grpo.training.learner import HeldOutLoss
 from async_grpo.training.minibatch_log import LOG_FOLDER, SUSPECTS_FOLDER
 from async_grpo.training.ranks import Absent
@@ -32,6 +31,7 @@ from async_grpo.training.step import NO_SAMPLES, NON_FINITE, StepResult
 from async_grpo.types import EndOfStep, EvaluationResult, PipelineStatus, WorkerInfo
 from async_grpo.types.worker_info import confinement_in_words
 from async_grpo.util import files, run_folder
+from async_grpo.util.add_ons import add_on
 from async_grpo.util.errors import ConfigError
 from async_grpo.weight_sync.sync_report import SyncReport
 
@@ -98,7 +98,7 @@ class Report:
             write_best=lambda it: _write(folder / run_folder.BEST_FILE, dataclasses.asdict(it)),
         )
         self.evaluations.lost("the run was resumed after it", but=start.batches)
-        self._trackers = Trackers(
+        self._trackers = add_on("trackers").Trackers(
             config.recording, config.options(), first_step=self._totals.steps + 1
         )
         self._gauges = gauges or Absent()
@@ -275,7 +275,7 @@ class Report:
         totals.alarms_raised = self._alarms.num_raised
         self._metrics.write(row)
         self._gauges.see_step(row)
-        self._trackers.log(as_charts(row), step=self._totals.steps)
+        self._trackers.log_row(row, step=self._totals.steps)
         self.console.alarms(self._alarms.active)
         self.console.step(row)
         self._see("loss", row["loss"])

@@ -1,8 +1,8 @@
-"""The metrics in TensorBoard, W&B, MLflow, Trackio and whatever else accelerate can talk to.
+"""Sends the metrics to TensorBoard, W&B, MLflow, Trackio and the other trackers of accelerate.
 
-Each tracker has a thread of its own: what it is slow at, or hangs in, holds up no step. One that
-fails is given up, which is told once and counted; the run goes on. Metrics are called
-`reward/avg_reward` there, so that charts come in groups, and a run that goes on is one run.
+An add-on. Each tracker runs in its own thread, so that a slow or hanging one delays no step. A
+tracker that fails is dropped, with one warning, and counted; the run goes on. Metrics are named
+`reward/avg_reward` there, so that charts come in groups. A resumed run continues its old one.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ logger = logging.getLogger(__name__)
 
 Numbers = dict[str, float | int]
 
-RUNS_FILE = "trackers.json"  # what each tracker calls the run, for when it goes on
-MAX_BEHIND = 1000  # rows that wait for a tracker before it is given up
+RUNS_FILE = "trackers.json"  # the name or id of the run in each tracker, read on resume
+MAX_BEHIND = 1000  # queued rows after which a tracker is dropped
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-# Those that accelerate can talk to, by their packages, and packages that will do as well.
+# The trackers of accelerate, by their packages, and packages that may stand in for these.
 TRACKERS = (
     "aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb",
 )  # fmt: skip
 ALTERNATIVES = {"mlflow": "mlflow-skinny", "tensorboard": "tensorboardX"}
-NO_CHARTS = ("step", "iteration")  # the axis itself, and its like
-GROUPS = (  # the first pattern that a name begins with
+NO_CHARTS = ("step", "iteration")  # the axis itself
+GROUPS = (  # a metric is in the first group whose pattern matches the start of its name
     ("run", r"alarms|total_|optimizer_|skipped_|failed_(checkpoints|trackers)"),
     ("reward", r"avg_(max_|format_|replaced_)?reward|avg_\w+_penalty|perc_with|perc_unscorable"),
     ("length", r"avg_(output|prompt)_tokens|perc_truncated|perc_masked"),
@@ -63,19 +63,19 @@ GROUPS = (  # the first pattern that a name begins with
 
 
 class Trackers:
-    """Sends every metrics row to the named trackers; rank 0 has them.
+    """Sends metrics to the trackers of `--tracker`, on trainer rank 0.
 
-    In a distributed run, make it after `torch.distributed.init_process_group`: accelerate looks at
-    that group, and would make one of its own if there were none. Raises `ConfigError` for a tracker
-    that cannot start, unless the run goes on: then it does so without it.
+    In a distributed run, make it after `torch.distributed.init_process_group`: accelerate would
+    otherwise make a process group itself. Raises `ConfigError` for a tracker that cannot start; a
+    resumed run goes on without it instead.
     """
 
     def __init__(
         self, recording: RecordingOptions, options: Mapping[str, object], *, first_step: int = 1
     ) -> None:
-        """`options`: all of the run's, which trackers show.
+        """`options`: all options of the run, for trackers to show.
 
-        `first_step`: what an earlier part of the run has logged from there on is undone.
+        `first_step`: rows that an earlier part of the run logged from this step on are removed.
         """
         self._feeds: list[_Feed] = []
         names = dict.fromkeys(recording.trackers)
@@ -83,7 +83,7 @@ class Trackers:
             return
         from accelerate import PartialState
 
-        PartialState()  # which its trackers log through
+        PartialState()  # the loggers of accelerate's trackers need it
         _silence_writer_threads()
         run = tracked_run(recording, first_step=first_step)
         self._feeds += [_Feed(name, partial(_start, name, options, run)) for name in names]
@@ -95,16 +95,20 @@ class Trackers:
             for feed in self._feeds:
                 feed.end()
             raise
-        given = {feed.name: feed.name_given(run) for feed in self._feeds}
-        keep_names(run, {tracker: name for tracker, name in given.items() if name})
+        trackers = [feed.tracker for feed in self._feeds if feed.tracker]
+        keep_names(run, {t.name: name for t in trackers if (name := name_given(t, run))})
 
     @property
     def num_failed(self) -> int:
-        """Trackers that have been given up."""
+        """Trackers that have been dropped."""
         return sum(feed.has_failed for feed in self._feeds)
 
+    def log_row(self, row: Mapping[str, float | int | None], *, step: int) -> None:
+        """Send a step's row of metrics under the names of `as_charts`; waits for no tracker."""
+        self.log(as_charts(row), step=step)
+
     def log(self, row: Mapping[str, float | int | None], *, step: int) -> None:
-        """Send the numbers of `row`; waits for no tracker."""
+        """Send the numbers of `row` under their names; waits for no tracker."""
         numbers = {key: value for key, value in row.items() if value is not None}
         for feed in self._feeds:
             feed.log(numbers, step=step)
@@ -119,23 +123,23 @@ class Trackers:
 
 
 class _Feed:
-    """One tracker in a thread of its own."""
+    """One tracker, started, fed and closed by a thread."""
 
     def __init__(self, name: str, start: Callable[[], GeneralTracker]) -> None:
         self.name = name
         self.has_failed = False
         self._start = start
-        self._tracker: GeneralTracker | None = None
-        self._refusal: Exception | None = None  # to start
+        self.tracker: GeneralTracker | None = None  # once it has started
+        self._refusal: Exception | None = None  # why it did not start
         self._has_started = threading.Event()
         self._rows: queue.Queue[tuple[Numbers, int] | None] = queue.Queue()
         self._thread = threading.Thread(target=self._run, name=f"tracker-{name}", daemon=True)
         self._thread.start()
 
     def wait_started(self, due_at: float, *, may_fail: bool) -> None:
-        """Return once it has started, or is given up; raises why it has not, unless it `may_fail`.
+        """Wait until the tracker has started; drop one that has not, or raise why.
 
-        A disk that refuses is no reason to begin no run.
+        `may_fail`: never raise. An `OSError`, as of a full disk, is not raised either.
         """
         if not self._has_started.wait(max(0.0, due_at - time.monotonic())):
             self._refusal = ConfigError(
@@ -148,10 +152,6 @@ class _Feed:
             raise self._refusal
         self._give_up(f"the run goes on without the tracker {self.name}: {self._refusal}")
 
-    def name_given(self, run: TrackedRun) -> str | None:
-        """What the tracker calls the run, if it has started and can go on with one."""
-        return name_given(self._tracker, run) if self._tracker is not None else None
-
     def log(self, numbers: Numbers, *, step: int) -> None:
         if self.has_failed:
             return
@@ -163,7 +163,7 @@ class _Feed:
             )
 
     def end(self) -> None:
-        """Nothing comes after what has been logged."""
+        """Close the tracker once it has taken the queued rows."""
         self._rows.put(None)
 
     def wait_ended(self, due_at: float) -> None:
@@ -177,7 +177,7 @@ class _Feed:
 
     def _run(self) -> None:
         try:
-            self._tracker = self._start()
+            self.tracker = self._start()
         except (ConfigError, OSError) as error:
             self._refusal = error
             return
@@ -186,26 +186,26 @@ class _Feed:
         while (row := self._rows.get()) is not None and not self.has_failed:
             numbers, step = row
             try:
-                self._tracker.log(numbers, step=step)
+                self.tracker.log(numbers, step=step)
             except Exception as error:  # a service outside this process, of any kind
                 self._give_up(
                     f"Tracker {self.name} failed at step {step} and gets no more metrics "
                     f"({type(error).__name__}: {error}); the run goes on without it"
                 )
         try:
-            self._tracker.finish()
-        except Exception as error:  # as above
+            self.tracker.finish()
+        except Exception as error:  # a service outside this process, of any kind
             if not self.has_failed:
                 self._give_up(f"Tracker {self.name} did not close cleanly: {error}")
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raise `ConfigError` for a tracker that is unknown or not installed; imports nothing of it."""
+    """Raise `ConfigError` for a tracker that is unknown or not installed; imports none."""
     for name in names:
         if name not in TRACKERS:
             known = ", ".join(TRACKERS)
             raise ConfigError(f"--trackers must be among {known}, got {name!r}: choose from these")
-        # As pip knows it: a run may have left a folder of that name, which could be imported.
+        # Asked of the installation: a run may have left a folder that can be imported by that name.
         packages = (name, ALTERNATIVES.get(name, name))
         if not any(any(distributions(name=package)) for package in packages):
             raise ConfigError(
@@ -215,7 +215,7 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 def _silence_writer_threads() -> None:
-    """TensorBoard's thread raises its error at the next call: print no traceback of it before."""
+    """Print no traceback of TensorBoard's writer thread: the next call raises its error."""
     print_traceback = threading.excepthook
 
     def hook(arguments: threading.ExceptHookArgs) -> None:
@@ -237,11 +237,11 @@ def _start(name: str, options: Mapping[str, object], run: TrackedRun) -> General
     try:
         tracker = tracker_class(first, **others)
         tracker.start()
-        if name not in run.known_as:  # some refuse other values of a run that they know
+        if name not in run.known_as:  # some refuse to change the options of an existing run
             tracker.store_init_configuration(options)
     except Exception as error:  # a service outside this process, of any kind
         if getattr(error, "errno", None) in DISK_ERRORS:
-            raise  # as it is: an OSError
+            raise  # an OSError, which ends no run
         raise ConfigError(
             f"--trackers {name} could not start ({type(error).__name__}: {error}): "
             "set it up as its documentation says, or leave it out"
@@ -250,7 +250,7 @@ def _start(name: str, options: Mapping[str, object], run: TrackedRun) -> General
 
 
 def as_charts(row: Mapping[str, float | int | None]) -> dict[str, float]:
-    """The numbers of a row of metrics under the names that trackers show.
+    """The numbers of a metrics row under the names of their charts, GROUP/METRIC.
 
     >>> as_charts({"step": 3, "avg_reward": 0.5, "fate_trained": 8, "loss": 1.5, "kl": None})
     {'reward/avg_reward': 0.5, 'ledger/fate_trained': 8, 'update/loss': 1.5}
@@ -268,13 +268,13 @@ def _group(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TrackedRun:
-    """A run as its trackers are told of it."""
+    """A run as trackers identify it."""
 
-    folder: Path  # where it leaves its files
+    folder: Path  # the output folder
     project: str
     name: str
-    first_step: int  # what an earlier part of the run has logged from there on is undone
-    known_as: Mapping[str, str] = field(default_factory=dict)  # {tracker: what it calls the run}
+    first_step: int  # rows of an earlier part of the run from this step on are removed
+    known_as: Mapping[str, str] = field(default_factory=dict)  # {tracker: name or id of the run}
 
     @property
     def goes_on(self) -> bool:
@@ -282,7 +282,7 @@ class TrackedRun:
 
 
 def tracked_run(recording: RecordingOptions, *, first_step: int) -> TrackedRun:
-    """The run; where it goes on, with what its folder says that trackers call it."""
+    """The run; a resumed one with the names that its folder keeps in `RUNS_FILE`."""
     folder = Path(recording.output_dir)
     known_as: dict[str, str] = {}
     if first_step > 1 and (folder / RUNS_FILE).exists():
@@ -294,13 +294,13 @@ def tracked_run(recording: RecordingOptions, *, first_step: int) -> TrackedRun:
 
 
 def arguments(tracker: str, run: TrackedRun) -> tuple[str, dict[str, object]]:
-    """The first argument of accelerate's class of a tracker, and its others.
+    """The first positional argument and the keyword arguments of accelerate's tracker class.
 
-    They keep its files in the run's folder, name the run, and go on with one that it knows.
+    They put its files into the run's folder, name the run, and continue a run that it knows.
     """
     folder, known = run.folder, run.known_as.get(tracker)
     match tracker:
-        case "tensorboard":  # a run is a folder
+        case "tensorboard":  # its runs are folders
             return known or run.name, {"purge_step": run.first_step} if run.goes_on else {}
         case "wandb":
             named = {"id": known, "resume": "allow"} if known else {}
@@ -317,7 +317,7 @@ def arguments(tracker: str, run: TrackedRun) -> tuple[str, dict[str, object]]:
 
 
 def name_given(tracker: GeneralTracker, run: TrackedRun) -> str | None:
-    """What a tracker that has started calls the run; None where it cannot go on with one."""
+    """The name or id of the run in a tracker that has started; None: it cannot continue a run."""
     match tracker.name:
         case "tensorboard" | "trackio":
             return run.known_as.get(tracker.name) or run.name
@@ -330,7 +330,7 @@ def name_given(tracker: GeneralTracker, run: TrackedRun) -> str | None:
 
 
 def keep_names(run: TrackedRun, names: Mapping[str, str]) -> None:
-    """Leave `names`, {tracker: what it calls the run}, for when the run goes on."""
+    """Write `names`, {tracker: name or id of the run}, for a later resume."""
     if names:
         try:
             write_json_atomic(run.folder / RUNS_FILE, {**run.known_as, **names})
