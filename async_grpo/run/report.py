@@ -17,12 +17,11 @@ from async_grpo.checkpoint.resume import Start, changed_options
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.run.journals import CONTROL_FILE
 from async_grpo.telemetry.alarms import ALARMS_FILE, AlarmLog
-from async_grpo.telemetry.console import Console
 from async_grpo.telemetry.evaluation_record import EvaluationRecord
 from async_grpo.telemetry.gauges import RayGauges
 from async_grpo.telemetry.jsonl import JsonlWriter, write_json_atomic
 from async_grpo.telemetry.metrics_row import metrics_row
-from async_grpo.telemetry.progress import duration, number
+from async_grpo.telemetry.progress import Console, duration, number
 from async_grpo.telemetry.sample_dump import all_files
 from async_grpo.training.learner import HeldOutLoss
 from async_grpo.training.minibatch_log import LOG_FOLDER, SUSPECTS_FOLDER

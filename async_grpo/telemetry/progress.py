@@ -1,15 +1,26 @@
-"""What to tell people about a run: rates, the time left, and the wording. Pure."""
+"""Progress for people: a live display in a terminal, plain log lines anywhere else."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
+import sys
+import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Self, TextIO
 
-from async_grpo.telemetry.bottleneck import Bottleneck
+import rich.console
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from async_grpo.telemetry.bottleneck import Bottleneck, Row
 from async_grpo.types import PipelineStatus
 
-Row = Mapping[str, float | int | None]
+logger = logging.getLogger(__name__)
 
 STAGES = ("generating", "verifying", "in_reference", "ready", "training")  # of a status
 STEP_LINE = (
@@ -20,17 +31,89 @@ STEP_LINE = (
 )
 RATE_WINDOW_S = 20.0
 NUM_BATCHES_FOR_ETA = 20
+BAR_WIDTH = 32
+
+
+class Console:
+    """Shows a run's progress between `__enter__` and `__exit__`.
+
+    A terminal gets a panel below the log, redrawn four times a second; any other stream gets a log
+    line at most every `interval_s` seconds. Both get a log line for each gradient step. However the
+    run ends, the terminal is restored.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_batches: int,
+        interval_s: float = 15.0,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock = clock
+        self._interval_s = interval_s
+        self._last_line_s = clock()
+        stream = stream or sys.stdout
+        self._screen = _Screen(file=stream, highlight=False)
+        self._progress = Progress(num_batches=num_batches, start_s=clock())
+        self._open = contextlib.ExitStack()
+        self.is_live = stream.isatty() and not self._screen.is_dumb_terminal
+
+    def __enter__(self) -> Self:
+        if self.is_live:
+            before = sys.stdout, sys.stderr
+            live = Live(
+                console=self._screen, get_renderable=self._render, transient=True,
+                refresh_per_second=4, redirect_stderr=sys.stderr.isatty(),
+            )  # fmt: skip
+            self._open.enter_context(live)
+            for stream, to in zip(before, (sys.stdout, sys.stderr), strict=True):
+                self._open.enter_context(_log_handlers_moved(stream, to=to))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+    def status(self, status: PipelineStatus) -> None:
+        """Show a new status of the pipeline."""
+        now_s = self._clock()
+        self._progress.see_status(status, now_s=now_s)
+        if not self.is_live and now_s - self._last_line_s >= self._interval_s:
+            self._last_line_s = now_s
+            logger.info(self._progress.status_line(now_s))
+
+    def doing(self, what: str) -> None:
+        """From now on show that the trainer does `what`."""
+        self._progress.activity = what
+
+    def alarms(self, sentences: Sequence[str]) -> None:
+        """From now on show `sentences`, those of the active alarms."""
+        self._progress.alarms = sentences
+
+    def step(self, row: Mapping[str, float | int | None]) -> None:
+        """Show and log the gradient step whose metrics are `row`."""
+        self._last_line_s = self._clock()
+        has_moved = self._progress.see_row(row, now_s=self._last_line_s)
+        logger.info(step_line(row, num_batches=self._progress.num_batches))
+        if has_moved:
+            logger.info(self._progress.bottleneck.sentence)
+
+    def _render(self) -> RenderableType:
+        return panel(self._progress, now_s=self._clock())
 
 
 class Progress:
-    """Follows a run by its statuses and metrics rows; all times are seconds of one clock."""
+    """The state that the console shows, kept by a run's statuses and metrics rows.
+
+    All times are seconds of one clock.
+    """
 
     def __init__(self, *, num_batches: int, start_s: float) -> None:
         self.num_batches = num_batches
         self.status: PipelineStatus | None = None
         self.row: Row | None = None
         self.activity = ""  # of the trainer
-        self.alarms: Sequence[str] = ()  # what is wrong now
+        self.alarms: Sequence[str] = ()  # sentences of the active ones
         self.bottleneck = Bottleneck()
         self._start_s = start_s
         self._tokens: deque[tuple[float, int]] = deque()  # (time, output tokens since the start)
@@ -39,20 +122,20 @@ class Progress:
         )
 
     def see_status(self, status: PipelineStatus, *, now_s: float) -> None:
-        """Take in what every stage is doing."""
+        """Take a new status of the pipeline."""
         self.status = status
         self._see_batch(status.batch, now_s=now_s)
         self._tokens.append((now_s, status.output_tokens))
-        # Over whole batches: generators stand still while the trainer computes the newest one.
+        # Over whole batches, because generators idle while the trainer computes the newest one.
         since_s = self._completions[-2][0] if len(self._completions) > 1 else now_s
         since_s = min(since_s, now_s - RATE_WINDOW_S)
         while len(self._tokens) > 2 and self._tokens[1][0] <= since_s:
             self._tokens.popleft()
 
     def see_row(self, row: Row, *, now_s: float) -> bool:
-        """Take in the metrics of the step that just ended; whether the bottleneck has moved."""
+        """Take the metrics of the step that has just ended; True if the bottleneck has moved."""
         self.row = row
-        if self.status is None:  # an objective without a pipeline
+        if self.status is None:  # the algorithm has no pipeline
             self._see_batch(int(row.get("iteration") or 0), now_s=now_s)
         return self.bottleneck.see_row(row)
 
@@ -62,8 +145,8 @@ class Progress:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Output tokens by wall clock since the batch before this one, or over the last seconds
-        where that is longer; None before there are two readings.
+        """Output tokens a second since the previous batch began, or over the last `RATE_WINDOW_S`
+        where that is longer; None before there are two statuses.
         """
         if len(self._tokens) < 2:
             return None
@@ -73,7 +156,7 @@ class Progress:
 
     @property
     def reward(self) -> float | None:
-        """Mean reward graded so far in the current batch; None before the first verdict."""
+        """Mean reward of the samples graded so far in this batch; None before the first one."""
         status = self.status
         return status.reward_sum / status.reward_count if status and status.reward_count else None
 
@@ -81,7 +164,7 @@ class Progress:
         return now_s - self._start_s
 
     def remaining_s(self, now_s: float) -> float | None:
-        """Time left at the pace of the last batches; None before a batch was completed."""
+        """Time left at the rate of the last batches; None before the first is complete."""
         if len(self._completions) < 2:
             return None
         (first_s, first), (last_s, last) = self._completions[0], self._completions[-1]
@@ -89,7 +172,7 @@ class Progress:
         return max(0.0, (self.num_batches - last) * pace_s - (now_s - last_s))
 
     def status_line(self, now_s: float) -> str:
-        """All of it on one line, for logs."""
+        """The whole state on one line, for logs."""
         status = self.status
         if status is None:
             return f"waiting for the pipeline, {duration(self.elapsed_s(now_s))}"
@@ -103,9 +186,80 @@ class Progress:
 
     @property
     def batch_text(self) -> str:
-        """Which batch is being worked on, counted from 1."""
+        """The current batch, counted from 1, and how many there are."""
         batch = self._completions[-1][1] if self._completions else 0
         return f"{min(batch + 1, self.num_batches)}/{self.num_batches}"
+
+
+def panel(progress: Progress, *, now_s: float) -> RenderableType:
+    """The live display: a row for each stage, then rates, workers, activity, alarms, problem."""
+    status = progress.status
+    elapsed, left = duration(progress.elapsed_s(now_s)), duration(progress.remaining_s(now_s))
+    title = f"batch {progress.batch_text} · {elapsed} elapsed · {left} left"
+    parts: list[RenderableType] = []
+    if status is not None:
+        parts += [_stage_table(status), _rates(progress, status)]
+    elif progress.row is not None:
+        parts.append(Text(step_line(progress.row, num_batches=progress.num_batches)))
+    else:
+        parts.append(Text("waiting for the pipeline", style="yellow"))
+    if progress.activity:
+        parts.append(Text(f"trainer: {progress.activity}"))
+    if progress.bottleneck.sentence:
+        parts.append(Text(progress.bottleneck.sentence))
+    parts += [Text(f"alarm: {sentence}", style="bold red") for sentence in progress.alarms]
+    if status is not None and status.problem:
+        parts.append(Text(str(status.problem), style="yellow"))
+    shown = Panel(Group(*parts), title=title, title_align="left", border_style="dim")
+    # Keep the cursor on a separate line: what the terminal or a dying process writes there, such as
+    # ^C, must not overwrite the lower border.
+    return Group(shown, "")
+
+
+def _stage_table(status: PipelineStatus) -> Table:
+    counts = {stage.replace("_", " "): getattr(status, stage) for stage in STAGES}
+    largest = max(1, *counts.values())
+    table = Table.grid(padding=(0, 1))
+    table.add_column(min_width=12)
+    table.add_column(justify="right", min_width=6)
+    table.add_column()
+    for name, count in counts.items():
+        bar = "━" * -(-BAR_WIDTH * count // largest)
+        table.add_row(name, f"{count:,}", Text(bar, style="cyan"))
+    return table
+
+
+def _rates(progress: Progress, status: PipelineStatus) -> Text:
+    parts = [f"generated {number(progress.tokens_per_second)} tok/s"]
+    parts.append(f"reward of this batch so far {number(progress.reward)}")
+    if progress.row is not None:
+        parts.append(f"of the last trained step {number(progress.row.get('avg_reward'))}")
+    parts += [f"{number(status.done)} samples done", workers_text(status.workers)]
+    return Text("\n" + " · ".join(parts))
+
+
+class _Screen(rich.console.Console):
+    """Never hides the cursor, which a killed process could not show again."""
+
+    def show_cursor(self, show: bool = True) -> bool:
+        return False
+
+
+@contextlib.contextmanager
+def _log_handlers_moved(stream: TextIO, *, to: TextIO) -> Iterator[None]:
+    """Have the log handlers of `stream` write to `to` meanwhile: above the panel, not into it."""
+    handlers = [
+        handler
+        for handler in logging.getLogger().handlers
+        if isinstance(handler, logging.StreamHandler) and handler.stream is stream
+    ]
+    for handler in handlers:
+        handler.setStream(to)
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            handler.setStream(stream)
 
 
 def step_line(row: Row, *, num_batches: int) -> str:
@@ -114,24 +268,24 @@ def step_line(row: Row, *, num_batches: int) -> str:
     >>> step_line({"step": 3, "iteration": 2, "avg_reward": 0.5}, num_batches=9)
     'step 3 · batch 3/9 · reward 0.5'
     """
-    told = {key: number(value) for key, value in row.items() if value is not None}
-    if "avg_reward" in told:
-        told["avg_reward"] += in_brackets(row, "avg_reward")
+    shown = {key: number(value) for key, value in row.items() if value is not None}
+    if "avg_reward" in shown:
+        shown["avg_reward"] += in_brackets(row, "avg_reward")
     if (batch := row.get("iteration")) is not None:
-        told["batch"] = f"{int(batch) + 1}/{num_batches}"
+        shown["batch"] = f"{int(batch) + 1}/{num_batches}"
     if most := row.get("peak_device_bytes") or row.get("peak_process_bytes"):  # of any rank
-        told["memory"] = number(most / 2**30)
+        shown["memory"] = number(most / 2**30)
     if failed := row.get("perc_failed_samples"):
-        told["failed"] = number(100 * failed)
+        shown["failed"] = number(100 * failed)
     parts = []
     for part in STEP_LINE.split(" · "):
-        with contextlib.suppress(KeyError):  # of what the row lacks
-            parts.append(part.format_map(told))
+        with contextlib.suppress(KeyError):  # the row lacks a number of this part
+            parts.append(part.format_map(shown))
     return " · ".join(parts)
 
 
 def in_brackets(row: Row, metric: str) -> str:
-    """What a metric is of each type of questions; empty without types.
+    """A metric's value for each type of questions; "" without types.
 
     >>> in_brackets({"avg_reward": 0.5, "avg_reward/sums": 0.75, "kl/sums": 1.0}, "avg_reward")
     ' (sums 0.75)'
@@ -142,7 +296,7 @@ def in_brackets(row: Row, metric: str) -> str:
 
 
 def number(value: float | int | None) -> str:
-    """A number as short as it can be read.
+    """A number in few digits.
 
     >>> [number(value) for value in (None, 12, 0.43217, 12345.6, 0.000012, 0.0)]
     ['–', '12', '0.432', '12,346', '1.2e-05', '0']

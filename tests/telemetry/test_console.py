@@ -9,8 +9,7 @@ import sys
 import pytest
 import rich.console
 
-from async_grpo.telemetry.console import Console, panel
-from async_grpo.telemetry.progress import Progress
+from async_grpo.telemetry.progress import Console, Progress, panel
 from async_grpo.types import PipelineStatus, Problem
 
 STATUS = PipelineStatus(
@@ -90,7 +89,7 @@ def test_the_panel_shows_stages_in_proportion():
 
 LIVE = """
 import logging, sys, time
-from async_grpo.telemetry.console import Console
+from async_grpo.telemetry.progress import Console
 logging.basicConfig(level="INFO", format="LOG %(message)s")
 streams = sys.stdout, sys.stderr
 try:
