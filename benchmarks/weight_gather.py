@@ -36,6 +36,7 @@ from async_grpo.launch.interrupts import interrupt_once
 from async_grpo.model.policy import PolicyModel
 from async_grpo.training.fsdp import iter_full_tensors, local_shards
 from async_grpo.types import WeightsSnapshot, WeightsVersion
+from async_grpo.weight_sync.buckets import tensor_bytes
 from async_grpo.weight_sync.gather import Shards
 from async_grpo.weight_sync.publisher import Collector, Publisher
 from benchmarks import results
@@ -164,7 +165,7 @@ def rank_main(rank: int, options: dict[str, Any]) -> None:
     found = {
         "turns": turns,
         "received": received[0],
-        "size": plan.size_bytes,
+        "size": sum(map(tensor_bytes, plan.tensors)),
         "bucket": plan.most_elements * plan.item_bytes,
         "memory": {WHOLE: whole_memory, SHARES: memory},
     }

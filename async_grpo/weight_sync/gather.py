@@ -1,16 +1,16 @@
-"""Brings each bucket of the weights to the rank that owns it, through memory that is used again.
+"""Gathers each bucket of the weights on the rank that owns it, in a few buffers that are reused.
 
 The trainer's ranks hold each parameter by rows, `ceil(rows / ranks)` each, the last ones fewer or
 none. A bucket takes the same share of every rank's rows, so that in a round of as many buckets as
 there are ranks every rank sends and receives as much as any other:
 
     rows of p   0 1 2 | 3 4 5 | 6 7     three ranks hold 3, 3 and 2
-    bucket 0    0       3       6       and each sends its own part of each bucket to its owner:
+    bucket 0    0       3       6       and each sends its part of a bucket to the bucket's owner:
     bucket 1      1       4       7     rank 0, 1, 2, 0, ...
     bucket 2        2       5
 
-One round is one `all_to_all_single` in which every rank receives the bucket that it owns; no rank
-ever holds more than buckets.
+One round is one `all_to_all_single` in which every rank receives the bucket that it owns. No rank
+ever holds more of the whole weights than a few buckets.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import queue
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -32,9 +33,9 @@ from async_grpo.model.policy import PolicyModel, hf_named_parameters
 from async_grpo.types import Piece, TensorMeta
 from async_grpo.util import deadlines
 from async_grpo.util.errors import DeadlineError
-from async_grpo.weight_sync.buckets import ITEM_BYTES, tensor_bytes, torch_dtype
+from async_grpo.weight_sync.buckets import ITEM_BYTES, torch_dtype
 
-NUM_HOST_BUFFERS = 3  # on a CPU; one beside what is sent. On a device two, which has two itself
+NUM_HOST_BUFFERS = 3  # on a CPU; on a device 2, beside the 2 buffers on the device itself
 
 
 class Gather:
@@ -52,9 +53,10 @@ class Gather:
         self._scratch: dict[str, Tensor] = {}
 
     def rounds(self, shards: list[Tensor]) -> Iterator[Received]:
-        """This rank's buckets out of all ranks' flat shards, cast on their device; collective.
+        """This rank's buckets, one a round, out of all ranks' flat shards; collective.
 
-        Raises `DeadlineError` when nobody frees what was received.
+        Numbers are cast to the published dtype on their device. Hand each bucket back to `free`:
+        raises `DeadlineError` when no buffer becomes free in time.
         """
         for number in range(self._plan.num_rounds):
             host = self._host_buffer()
@@ -62,7 +64,7 @@ class Gather:
             yield self._to_host(self._exchange(number, shards, host), host, bucket)
 
     def free(self, received: Received) -> None:
-        """Its memory may be filled again; from any thread."""
+        """Let the memory of a bucket be reused. Called from any thread."""
         self._free.put(received.data)
 
     def _exchange(self, number: int, shards: list[Tensor], host: Tensor) -> Tensor:
@@ -106,7 +108,7 @@ class Gather:
         return Received(bucket, data, finite)
 
     def _host_buffer(self) -> Tensor:
-        """Memory for a bucket; pinned where a device copies into it."""
+        """Host memory for a bucket, pinned where a device copies into it."""
         if self._num_missing and self._free.empty():
             self._num_missing -= 1
             pinned = not self._on_cpu
@@ -122,7 +124,7 @@ class Gather:
         return whole
 
     def _memory(self, name: str) -> Tensor:
-        """Memory on the parameters' device for a bucket."""
+        """Memory for a bucket on the parameters' device, made at the first call for `name`."""
         if name not in self._scratch:
             most = self._plan.most_elements
             self._scratch[name] = torch.empty(most, dtype=self._dtype, device=self._device)
@@ -131,11 +133,11 @@ class Gather:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Received:
-    """A bucket of this rank on its way to host memory."""
+    """A bucket of this rank, perhaps still being copied to host memory."""
 
     bucket: int
-    data: Tensor  # flat, on the host; to be given back to `Gather.free`
-    is_finite: Callable[[], bool]  # waits until all of `data` is there
+    data: Tensor  # flat, on the host; goes back to `Gather.free`
+    is_finite: Callable[[], bool]  # waits until `data` is complete
 
 
 @dataclass(frozen=True)
@@ -144,11 +146,7 @@ class GatherPlan:
 
     tensors: tuple[TensorMeta, ...]  # all of one dtype
     num_ranks: int
-    bucket_bytes: int  # at most so many
-
-    def owner(self, bucket: int) -> int:
-        """The rank that stores it."""
-        return bucket % self.num_ranks
+    bucket_bytes: int  # the largest size of a bucket
 
     @property
     def num_buckets(self) -> int:
@@ -156,24 +154,20 @@ class GatherPlan:
 
     @cached_property
     def num_rounds(self) -> int:
-        return -(-self._ends[-1] * self.num_ranks * self.item_bytes // self._round_bytes)
+        round_bytes = max(self.bucket_bytes, self.num_ranks * self.item_bytes) * self.num_ranks
+        return -(-self._ends[-1] * self.num_ranks * self.item_bytes // round_bytes)
 
     @property
     def item_bytes(self) -> int:
         return ITEM_BYTES[self.tensors[0].dtype] if self.tensors else 1
 
     @property
-    def size_bytes(self) -> int:
-        """Of all buckets."""
-        return sum(map(tensor_bytes, self.tensors))
-
-    @property
     def most_elements(self) -> int:
-        """At most so many are in a bucket, and leave a rank in a round."""
+        """The most elements in a bucket, and the most that a rank sends in a round."""
         return self._width * self.num_ranks
 
     def slices(self, bucket: int, rank: int) -> Iterator[Slice]:
-        """What `rank` holds of a bucket, in the order in which it lies there."""
+        """The parts of a bucket that `rank` holds, in their order in the bucket."""
         low, high = bucket * self._width, (bucket + 1) * self._width
         first = bisect.bisect_right(self._ends, low) - 1
         for index in range(max(first, 0), len(self.tensors)):
@@ -189,7 +183,7 @@ class GatherPlan:
         return sum(stop - start for _, start, stop in self.slices(bucket, rank))
 
     def pieces(self, bucket: int) -> tuple[Piece, ...]:
-        """A bucket's content: what the ranks hold of it, one after the other."""
+        """The pieces of a bucket in order: those of rank 0, then those of rank 1, and so on."""
         return tuple(
             Piece(
                 self.tensors[index].offset_bytes
@@ -213,51 +207,41 @@ class GatherPlan:
     @cached_property
     def _chunks(self) -> list[int]:
         """Elements of each parameter on the rank that holds most of it."""
-        rows = [meta.shape[0] if meta.shape else 1 for meta in self.tensors]
-        return [
-            -(-n // self.num_ranks) * math.prod(meta.shape[1:])
-            for n, meta in zip(rows, self.tensors, strict=True)
-        ]
+        shapes = [meta.shape for meta in self.tensors]
+        return [-(-math.prod(s[:1]) // self.num_ranks) * math.prod(s[1:]) for s in shapes]
 
     @cached_property
     def _ends(self) -> list[int]:
-        """Where parameter i begins among all that a rank holds, were none of its rows missing."""
-        ends = [0]
-        for chunk in self._chunks:
-            ends.append(ends[-1] + chunk)
-        return ends
-
-    @property
-    def _round_bytes(self) -> int:
-        return max(self.bucket_bytes, self.num_ranks * self.item_bytes) * self.num_ranks
+        """Where each parameter begins among the elements of a rank with a full share of all."""
+        return list(accumulate(self._chunks, initial=0))
 
     @cached_property
     def _width(self) -> int:
-        """Elements that each rank has for a bucket: all buckets are of one size, or nearly."""
+        """Elements of each rank in a bucket; the last buckets may have fewer."""
         return max(-(-self._ends[-1] // max(self.num_buckets, 1)), 1)
 
 
 class Slice(NamedTuple):
-    """Elements [start, stop) of what one rank holds of one parameter."""
+    """Elements [start, stop) of the part of a parameter that one rank holds."""
 
-    parameter: int  # its index
+    parameter: int  # index
     start: int
     stop: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shards:
-    """How the policy's parameters lie: cut by rows over the `num_ranks` ranks of `group`."""
+    """How the policy is sharded: by rows, over the `num_ranks` ranks of `group`."""
 
     shapes: tuple[tuple[str, tuple[int, ...]], ...]  # whole parameters, as checkpoints name them
     group: dist.ProcessGroup | None  # None: this rank holds everything
     rank: int  # in the group
     num_ranks: int
-    is_first_replica: bool  # of several groups that hold the same, one gives its weights away
+    is_first_replica: bool  # of the groups that hold the same shards: this one publishes them
 
     @classmethod
     def of(cls, policy: PolicyModel) -> Shards:
-        """Those of a policy that is sharded, or whole on one rank."""
+        """The sharding of a policy, which may also be whole on one rank."""
         named = tuple(hf_named_parameters(policy))
         shapes = tuple((name, tuple(parameter.shape)) for name, parameter in named)
         first = next((p for _, p in named if isinstance(p, DTensor)), None)
@@ -276,7 +260,7 @@ class Shards:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether every number of it is; one pass, where `isfinite` makes several of its own.
+    """Whether every number is finite; one pass over memory, where `isfinite` makes several.
 
     >>> nan = float("nan")
     >>> [is_finite(torch.tensor(values)) for values in ([1.0], [], [1.0, nan], [-math.inf, 1.0])]
@@ -284,5 +268,5 @@ def is_finite(tensor: Tensor) -> bool:
     """
     if not tensor.numel():
         return True
-    low, high = torch.aminmax(tensor)  # not a number as soon as one element is not
+    low, high = torch.aminmax(tensor)  # NaN as soon as one element is
     return math.isfinite(low) and math.isfinite(high)
