@@ -1,4 +1,4 @@
-"""Weights as one run of bytes, cut into buckets with a checksum each, and made parameters again.
+"""Weights as one run of bytes, cut into buckets with a checksum each, and turned back into tensors.
 
 All parameters lie end to end, each at an offset that `lay_out` gives it; a bucket holds pieces of
 that run. The trainer packs, workers unpack; neither needs Ray or vLLM for it.
@@ -32,12 +32,12 @@ def pack(
     version: WeightsVersion,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> WeightsSnapshot:
-    """Lay tensors into buckets of at most `bucket_bytes`, whose bytes are what `put` has returned.
+    """Lay tensors into buckets of at most `bucket_bytes`; `put` stores each and returns its data.
 
-    Tensors are copied when taken, so the iterator may free or reuse them. All buckets are laid into
-    the same memory, since new memory is slower to write: `put` takes a copy.
+    Tensors are copied when taken, so the iterator may free or reuse them. All buckets are filled in
+    the same memory, because new memory is slower to write: `put` must copy.
     """
-    buffer, used = np.empty(bucket_bytes, dtype=np.uint8), 0
+    buffer, used, end = np.empty(bucket_bytes, dtype=np.uint8), 0, 0
     pieces: list[Piece] = []
     metas: list[TensorMeta] = []
     buckets: list[WeightsBucket] = []
@@ -47,16 +47,11 @@ def pack(
         buckets.append(WeightsBucket(tuple(pieces), put(data), used, checksum_of(data)))
         pieces.clear()
 
-    taken: list[NDArray[np.uint8]] = []
-
-    def described() -> Iterator[tuple[str, str, tuple[int, ...]]]:
-        for name, tensor in named_tensors:
-            taken.append(bytes_of(tensor))
-            yield name, dtype_name(tensor.dtype), tuple(tensor.shape)
-
-    for meta in lay_out(described()):
+    for name, tensor in named_tensors:
+        meta = _placed(name, dtype_name(tensor.dtype), tuple(tensor.shape), after=end)
+        end = laid_out_bytes([meta])
         metas.append(meta)
-        data, at = taken.pop(), 0
+        data, at = bytes_of(tensor), 0
         while at < data.nbytes:
             size = min(data.nbytes - at, bucket_bytes - used)
             buffer[used : used + size] = data[at : at + size]
@@ -73,10 +68,10 @@ def pack(
 def unpack(
     snapshot: WeightsSnapshot, data: Iterable[NDArray[np.uint8]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a snapshot in its order, each a copy of its own, out of its buckets' bytes.
+    """The tensors of a snapshot in its order, copied out of its buckets' bytes.
 
-    All bytes of a bucket are checked before any is used. What has begun to come lies in memory
-    until it is whole: little beyond a bucket, since buckets hold the same part of all ranks' rows.
+    All bytes of a bucket are checked before any is used. A tensor is held back until it is whole,
+    which takes little more memory than a bucket: a bucket holds the same part of all ranks' rows.
 
     Raises:
         WeightSyncError: the bytes are not those that were sent, or some are missing.
@@ -85,16 +80,15 @@ def unpack(
     check_whole(tensors, snapshot.buckets)
     begun: dict[int, NDArray[np.uint8]] = {}
     missing = [tensor_bytes(meta) for meta in tensors]
-    order = iter(range(len(tensors)))
-    following = next(order, None)
+    following = 0
 
     def whole() -> Iterator[tuple[str, torch.Tensor]]:
         nonlocal following
-        while following is not None and not missing[following]:
+        while following < len(tensors) and not missing[following]:
             own = begun.pop(following, np.empty(0, dtype=np.uint8))
             meta = tensors[following]
             yield meta.name, view_tensor(own, meta._replace(offset_bytes=0))
-            following = next(order, None)
+            following += 1
 
     for bucket, bytes_ in zip(snapshot.buckets, data, strict=True):
         check_bytes(bytes_, size_bytes=bucket.size_bytes, checksum=bucket.checksum)
@@ -120,7 +114,7 @@ def parts(
 
 
 def check_whole(tensors: tuple[TensorMeta, ...], buckets: Iterable[WeightsBucket]) -> None:
-    """Raise `WeightSyncError` unless buckets hold every byte of every parameter once."""
+    """Raise `WeightSyncError` unless the buckets hold every byte of every parameter once."""
     end, sent = 0, [0] * len(tensors)
     for offset, size in sorted(piece for bucket in buckets for piece in bucket.pieces):
         index = owner_of(tensors, offset)
@@ -158,26 +152,29 @@ def checksum_of(data: NDArray[np.uint8]) -> int:
 
 
 def lay_out(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> Iterator[TensorMeta]:
-    """Give each (name, dtype, shape) its place.
+    """Give each (name, dtype, shape) its offset, after the tensor before it.
 
     >>> [meta.offset_bytes for meta in lay_out([("a", "float32", (3,)), ("b", "float32", (20,))])]
     [0, 64]
     """
     end = 0
     for name, dtype, shape in tensors:
-        start = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        meta = TensorMeta(name, dtype, tuple(shape), start)
-        end = start + tensor_bytes(meta)
+        meta = _placed(name, dtype, tuple(shape), after=end)
+        end = laid_out_bytes([meta])
         yield meta
 
 
-def laid_out_bytes(tensors: tuple[TensorMeta, ...]) -> int:
-    """The length of the run in which they lie."""
+def _placed(name: str, dtype: str, shape: tuple[int, ...], *, after: int) -> TensorMeta:
+    return TensorMeta(name, dtype, shape, -(-after // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
+
+
+def laid_out_bytes(tensors: Iterable[TensorMeta]) -> int:
+    """Where the last of the tensors ends; 0 without any."""
     return max((meta.offset_bytes + tensor_bytes(meta) for meta in tensors), default=0)
 
 
 def owner_of(tensors: tuple[TensorMeta, ...], offset_bytes: int) -> int:
-    """The index of the parameter in which a byte lies; parameters are in the order of offsets."""
+    """The index of the parameter that a byte belongs to; `tensors` is in the order of offsets."""
     return bisect.bisect_right(tensors, offset_bytes, key=lambda meta: meta.offset_bytes) - 1
 
 
@@ -204,14 +201,14 @@ def bytes_of(tensor: torch.Tensor) -> NDArray[np.uint8]:
 def view_tensor(data: NDArray[np.uint8], meta: TensorMeta) -> torch.Tensor:
     """The tensor that `meta` describes, sharing the memory of `data`."""
     dtype, size_bytes = torch_dtype(meta.dtype), tensor_bytes(meta)
-    if size_bytes == 0:  # torch cannot view nothing as another dtype
+    if size_bytes == 0:  # torch cannot view an empty tensor as another dtype
         return torch.empty(meta.shape, dtype=dtype)
     flat = torch.from_numpy(data[meta.offset_bytes : meta.offset_bytes + size_bytes])
     return flat.view(dtype).reshape(meta.shape)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """`float32` of `torch.float32`."""
+    """The name of a dtype: "float32" for `torch.float32`."""
     return str(dtype).removeprefix("torch.")
 
 

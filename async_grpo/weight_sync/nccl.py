@@ -1,6 +1,6 @@
-"""Weights over NCCL: vLLM's stock trainer engine, one group for trainer rank 0 and all workers.
+"""Weights over NCCL: vLLM's trainer engine, with one group for trainer rank 0 and all workers.
 
-Imported on demand: vLLM costs the trainer seconds.
+An add-on, imported on demand: importing vLLM takes seconds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from async_grpo.weight_sync.transport import Members, OnFailure, Sender, Workers
 
 
 class GatheredSource(WeightSource):
-    """Parameters as the ranks gather them on their devices, as vLLM reads weights; only once."""
+    """The parameters that the ranks gather on their devices, for vLLM to read once."""
 
     def __init__(self, snapshot: WeightsSnapshot, tensors: NamedTensors) -> None:
         self._snapshot = snapshot
@@ -40,17 +40,16 @@ class GatheredSource(WeightSource):
 
 
 class NcclLink:
-    """The rendezvous is made with the first update and kept as long as the members stay."""
+    """A `Link` over NCCL. The first update makes the rendezvous; it lasts as long as the link."""
 
-    def __init__(self, members: Members, *, sender: Sender, packed: bool = True) -> None:
-        """`packed`: parameters travel many at a time, in two buffers of a GiB."""
+    def __init__(self, members: Members, *, sender: Sender) -> None:
         self._client = WorkersClient(members, sender.cluster)
         self._sender = sender
         self._info = NCCLTrainerInitInfo(
             master_address=sender.address,
             master_port=0,
             world_size=1 + sum(len(worker.devices) for worker in members),
-            packed=packed,
+            packed=True,  # many parameters at a time, in two buffers of a GiB
             rank=0,
         )
         self._engine: NCCLTrainerWeightTransferEngine | None = None
@@ -73,7 +72,7 @@ class NcclLink:
             self._engine.send_weights()
 
     def close(self) -> None:
-        """Abort the communicator: kernels that wait for a dead receiver end."""
+        """Abort the communicator, so that kernels waiting for a dead receiver end."""
         if self._engine is not None:
             self._engine.shutdown()
 

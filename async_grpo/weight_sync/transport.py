@@ -1,8 +1,8 @@
-"""Device transports: how weights reach the workers that are there, ahead of the object store.
+"""Device transports: how weights reach the present workers ahead of the object store.
 
 Every publication goes through the object store (`publisher.py`). A device transport is a faster
-path ahead of it: a worker that it does not reach, or that joins later, loads from the store. One
-more for devices is a `Link` in a file of its own, an add-on that `routes` names.
+path ahead of it: a worker that it does not reach, or that joins later, loads from the store. A
+further transport is a `Link` in another file, an add-on that `routes.check_route` knows.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import ray
@@ -40,35 +41,30 @@ LOOK_INTERVAL_S = 0.02
 
 
 def open_sender(name: str, cluster: Cluster, *, device_id: str) -> DeviceSender | None:
-    """What `--weight-transport` adds to the object store, in trainer rank 0."""
+    """The sender of `--weight-transport` in trainer rank 0; None: the object store alone.
+
+    `device_id`: the identity of this rank's device, as `WorkerInfo.devices` gives it.
+    """
     if name == OBJECT_STORE:
         return None
-    open_link = add_on(f"transport.{name}")  # it imports vLLM, which costs the trainer seconds
+    link = add_on(f"transport.{name}")  # imports vLLM, which takes seconds
     device = torch.device("cuda", torch.cuda.current_device())
-    sender = Sender(device, device_id, ray.util.get_node_ip_address(), cluster)
-
-    def check(worker: WorkerInfo) -> None:
-        check_route(name, worker, sender=sender.device_id)
-
-    def connect(members: Members) -> Link:
-        link: Link = open_link(members, sender=sender)
-        return link
-
-    return DeviceSender(connect, check=check)
+    sender = Sender(device, ray.util.get_node_ip_address(), cluster)
+    check = partial(check_route, name, sender=device_id)
+    return DeviceSender(partial(link, sender=sender), check=check)
 
 
 @dataclass(frozen=True, slots=True)
 class Sender:
-    """Trainer rank 0, as links see it."""
+    """What a link needs of trainer rank 0."""
 
     device: torch.device
-    device_id: str  # the same in every process, unlike the index
     address: str  # of its machine
     cluster: Cluster
 
 
 class Link(Protocol):
-    """The way from trainer rank 0 to all workers."""
+    """A connection from trainer rank 0 to all workers."""
 
     def send(
         self,
@@ -80,30 +76,28 @@ class Link(Protocol):
     ) -> None:
         """Have the workers serve a snapshot before `deadline`, in `time.monotonic` seconds.
 
-        Raises on any failure; the caller must then close the link. It calls `on_failure` as soon as
-        a worker refuses or dies, because `send` itself may be blocked on a device, where no
-        exception reaches it.
+        Raises on any failure; the caller must then close the link. Calls `on_failure` as soon as a
+        worker refuses or dies, because `send` itself may be blocked on a device, where no exception
+        reaches it.
         """
         ...
 
     def close(self) -> None:
-        """Let go of the workers, also from another thread while `send` hangs."""
+        """Disconnect from the workers; called also from another thread while `send` hangs."""
         ...
-
-
-Check = Callable[[WorkerInfo], None]
-Connect = Callable[[Members], Link]
 
 
 class DeviceSender:
     """One link from trainer rank 0 to all workers at once.
 
     It is made with the first update, and made anew when a worker joins, leaves, or does not get its
-    weights: whoever is not reached loads from the object store.
+    weights. A worker that the link does not reach loads from the object store.
     """
 
-    def __init__(self, connect: Connect, *, check: Check) -> None:
-        """`check` raises `ConfigError` for a worker that devices do not lead to."""
+    def __init__(
+        self, connect: Callable[[Members], Link], *, check: Callable[[WorkerInfo], None]
+    ) -> None:
+        """`check` raises `ConfigError` for a worker that the transport cannot reach."""
         self._connect = connect
         self._check = check
         self._refused: set[WorkerInfo] = set()
@@ -120,8 +114,8 @@ class DeviceSender:
     ) -> None:
         """Have the workers serve a snapshot, whose parameters are `tensors` on this rank's device.
 
-        `tensors` is used up whatever happens, since other ranks gather them along. A transfer that
-        fails is told of and ends no run.
+        Always consumes all of `tensors`, since the other ranks gather them too. A transfer that
+        fails is logged, and the run goes on.
         """
         deadline = time.monotonic() + timeout_s
         shared = _Shared(tensors)
@@ -133,13 +127,13 @@ class DeviceSender:
                 self._link = self._link or self._connect(members)
                 self._members = members
                 self._transfer(self._link, snapshot, shared, deadline=deadline)
-        except AsyncGrpoError as error:  # such as a controller that is lost: others will tell
+        except AsyncGrpoError as error:  # as of a lost controller, which is noticed elsewhere
             logger.warning("weights %s take the object store alone: %s", snapshot.version, error)
         finally:
             shared.use_up()
 
     def _ready(self, client: RunClient, snapshot: WeightsSnapshot, *, deadline: float) -> Members:
-        """Who can be reached and would take the snapshot: nothing stands still for others."""
+        """The workers that can be reached and accept the snapshot; only these pause for it."""
         receivers = client.answer(deadlines.ANSWER_S, client.controller.receivers, GENERATION)
         asked: dict[WorkerInfo, tuple[WorkerHandle, Awaitable[None]]] = {}
         for worker, handle in receivers:
@@ -162,7 +156,7 @@ class DeviceSender:
             return False
         try:
             self._check(worker)
-        except ConfigError as error:  # it has joined a run that began without it
+        except ConfigError as error:  # a worker that joined after the run began
             logger.warning("weights reach it through the object store: %s", error)
             self._refused.add(worker)
             return False
@@ -171,11 +165,11 @@ class DeviceSender:
     def _transfer(
         self, link: Link, snapshot: WeightsSnapshot, tensors: NamedTensors, *, deadline: float
     ) -> None:
-        """Send in a thread: a transfer may be blocked where no exception reaches it."""
+        """Send in a thread, because a transfer may block where no exception reaches it."""
         outcome: Future[None] = Future()
 
         def fail(error: BaseException) -> None:
-            with contextlib.suppress(InvalidStateError):  # the first end counts
+            with contextlib.suppress(InvalidStateError):  # the first result counts
                 outcome.set_exception(error)
 
         def run() -> None:
@@ -183,7 +177,7 @@ class DeviceSender:
                 link.send(snapshot, tensors, deadline=deadline, on_failure=fail)
                 with contextlib.suppress(InvalidStateError):
                     outcome.set_result(None)
-            except BaseException as error:  # the thread's boundary: the outcome carries it
+            except BaseException as error:  # the thread's boundary: `outcome` carries it
                 fail(error)
 
         threading.Thread(target=run, name="weights-over-devices", daemon=True).start()
@@ -205,7 +199,7 @@ class DeviceSender:
 
 
 class _Shared:
-    """Tensors that a transfer takes, until somebody else uses up the rest of them."""
+    """Tensors for a transfer, until the sender consumes the rest of them."""
 
     def __init__(self, tensors: NamedTensors) -> None:
         self._tensors = iter(tensors)
@@ -222,7 +216,7 @@ class _Shared:
             return next(self._tensors)
 
     def use_up(self) -> None:
-        """Take the rest; a transfer that hangs on gets no more."""
+        """Consume the rest; a transfer that still hangs gets no more."""
         with self._lock:
             self._is_over = True
             for _ in self._tensors:
@@ -230,18 +224,18 @@ class _Shared:
 
 
 class WorkersClient:
-    """vLLM's own protocol of a weight update (`VLLMWeightSyncClient`), with workers by Ray."""
+    """Passes the calls of vLLM's update protocol (`VLLMWeightSyncClient`) on to Ray workers."""
 
     def __init__(self, members: Members, cluster: Cluster) -> None:
         self._members = members
         self._cluster = cluster
 
     def prepare(self, snapshot: WeightsSnapshot, *, deadline: float, on_failure: OnFailure) -> None:
-        """What the next update brings, and until when every call of it must have been answered."""
+        """Set the snapshot of the next update and the deadline of all its calls."""
         self._snapshot, self._deadline, self._on_failure = snapshot, deadline, on_failure
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Each worker's processes have ranks of their own, after those of the workers before it."""
+        """Open each worker's route; ranks are numbered worker after worker, a rank a device."""
         calls, offset, left_s = {}, init_info["rank_offset"], self._remaining_s()
         for worker, handle in self._members.items():
             calls[worker] = handle.open_route.remote({**init_info, "rank_offset": offset}, left_s)
@@ -249,10 +243,10 @@ class WorkersClient:
         self._wait(calls)
 
     def start_weight_update(self) -> None:
-        """Nothing: `DeviceSender` has asked each worker whether it would take these weights."""
+        """Do nothing: `DeviceSender` has had each worker accept these weights."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Return when all workers have received all parameters, and serve them."""
+        """Return when all workers have received all parameters and serve them."""
         left_s = self._remaining_s()
         calls = {
             worker: handle.receive_weights.remote(self._snapshot, update_info, left_s)
@@ -261,21 +255,20 @@ class WorkersClient:
         self._wait(calls)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Nothing is left to do."""
+        """Do nothing: `update_weights` has finished the update."""
 
     def _remaining_s(self) -> float:
         return max(self._deadline - time.monotonic(), 0.0)
 
-    def _wait(self, calls: Mapping[WorkerInfo, Awaitable[None]]) -> None:
+    def _wait(self, calls: dict[WorkerInfo, Awaitable[None]]) -> None:
         try:
             self._wait_for_all(calls)
         except AsyncGrpoError as error:
             self._on_failure(error)
             raise
 
-    def _wait_for_all(self, calls: Mapping[WorkerInfo, Awaitable[None]]) -> None:
-        """Raise the first failure at once, whoever still runs."""
-        waiting = dict(calls)
+    def _wait_for_all(self, waiting: dict[WorkerInfo, Awaitable[None]]) -> None:
+        """Raise the first failure at once, while other calls may still run."""
         for _ in poll(every_s=LOOK_INTERVAL_S, within_s=self._deadline - time.monotonic()):
             ready = [w for w, call in waiting.items() if self._cluster.is_ready(call)]
             for worker in ready:

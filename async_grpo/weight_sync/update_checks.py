@@ -1,8 +1,8 @@
 """What a worker checks of an update: that it is sent its model's parameters, and has loaded them.
 
 At a learning rate of 1e-6 a missed update moves log-probabilities by less than bfloat16 rounds, so
-no score of fixed tokens tells it. The numbers themselves do: some rows of each parameter are read
-back, or some columns where vLLM has packed it for a CPU and only products tell what is in it.
+scores of fixed tokens cannot show it. The numbers themselves can: some rows of each parameter are
+read back, or some columns where vLLM has packed it for a CPU and only products show what it holds.
 `Readback` runs inside vLLM's engine core processes.
 """
 
@@ -23,8 +23,8 @@ from async_grpo.types import TensorMeta
 from async_grpo.util.errors import WeightSyncError
 
 PRECISION_BITS = {"float16": 11, "bfloat16": 8, "float32": 24, "float64": 53}
-# Rows or columns that are read of a matrix, others at each update, and numbers at the least: at a
-# learning rate of 1e-6 an update moves 1 of 400 in bfloat16, or more.
+# Rows or columns of a matrix that are read, others at each update, and the fewest numbers in them:
+# at a learning rate of 1e-6 an update changes at least 1 of 400 numbers in bfloat16.
 NUM_READ = 16
 LEAST_NUMBERS = 1 << 13
 ROWS, COLUMNS = 0, 1
@@ -32,14 +32,14 @@ ROWS, COLUMNS = 0, 1
 
 @dataclass(frozen=True, slots=True)
 class ExpectedWeights:
-    """The parameters of a worker's model, under the names that the trainer publishes."""
+    """The parameters that a worker's model needs, under the names that the trainer publishes."""
 
     shapes: Mapping[str, tuple[int, ...]]
     dtype: str  # of the worker's model
 
     @classmethod
     def read(cls, model_path: str, *, dtype: str) -> Self:
-        """What the model in a folder expects: the trainer builds it by the same class."""
+        """The parameters of the model in a folder; the trainer builds it by the same class."""
         with torch.device("meta"):  # shapes without memory
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_path))
         shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
@@ -81,17 +81,17 @@ class ExpectedWeights:
 
 
 class Readback:
-    """Of one update: pass what is loaded `through` it, load, then ask what is `differing`."""
+    """Checks one update: pass its weights `through`, load them, then call `differing`."""
 
     def __init__(self, model: Module, *, seed: int) -> None:
-        """`seed` chooses what is read; the model's modules are as when it serves."""
+        """`seed` chooses the rows that are read; `model` must be in its serving form."""
         self._places = _places(model)
         self._seed = seed
         self._expected: list[tuple[str, _Place, Tensor]] = []
-        self.unread: list[str] = []  # parameters that vLLM holds otherwise than they are published
+        self.unread: list[str] = []  # parameters that vLLM holds in another form than published
 
     def through(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The same, some numbers of each remembered."""
+        """Yield `weights` unchanged and remember some numbers of each."""
         for name, tensor in weights:
             places = self._places.get(name, [])
             shards = [shard for place in places if (shard := _shard(tensor, place)) is not None]
@@ -99,22 +99,17 @@ class Readback:
                 self.unread.append(name)
             else:
                 for place, shard in zip(places, shards, strict=True):
-                    self._expected.append(
-                        (
-                            name,
-                            place,
-                            self._some(shard, COLUMNS if place.is_packed else ROWS).clone(),
-                        )
-                    )
+                    some = self._some(shard, COLUMNS if place.is_packed else ROWS)
+                    self._expected.append((name, place, some.clone()))
             yield name, tensor
 
     def differing(self) -> list[str]:
-        """The parameters of which the live model has other numbers than were loaded."""
+        """The names of parameters whose numbers in the live model are not those that were sent."""
         found = []
         for name, place, expected in self._expected:
             live = self._product(place) if place.is_packed else self._rows(place)
             expected = expected.to(live.device, live.dtype)
-            # A kernel may take the least of numbers for 0.
+            # A kernel may round the smallest numbers to 0.
             if ((live - expected).abs() >= torch.finfo(live.dtype).tiny).any():
                 found.append(name)
         return found
@@ -124,7 +119,7 @@ class Readback:
         return self._some(held[place.start : place.start + place.size], ROWS)
 
     def _product(self, place: _Place) -> Tensor:
-        """Columns: each is the product with a vector of zeros and a one, which rounds nothing."""
+        """Columns of a packed weight: its products with one-hot vectors, which are exact."""
         module = place.module
         width = module.input_size_per_partition
         ones = one_hot(self._chosen(width, place.size), width).to(module.weight.dtype)
@@ -138,7 +133,7 @@ class Readback:
         return tensor.index_select(axis, chosen.to(tensor.device))
 
     def _chosen(self, num: int, size: int) -> Tensor:
-        """Some of `num` rows or columns of so many numbers each."""
+        """The indices of some of `num` rows or columns with `size` numbers each."""
         generator = torch.Generator().manual_seed(self._seed)
         num_read = max(NUM_READ, LEAST_NUMBERS // max(size, 1))
         return torch.randperm(num, generator=generator)[:num_read]
@@ -151,14 +146,14 @@ class _Place(NamedTuple):
     attribute: str
     start: int
     size: int
-    is_packed: bool  # the module multiplies by a copy in a form of its own
+    is_packed: bool  # the module multiplies by a packed copy
 
 
 def _places(model: Module) -> dict[str, list[_Place]]:
-    """By published name: where a live model holds it; a tied head and its embedding are two."""
+    """The places of each published name in a live model; a tied weight has two."""
     merged = getattr(model, "packed_modules_mapping", {})
     places: dict[str, list[_Place]] = defaultdict(list)
-    owners: dict[int, str] = {}  # of a tied weight: the first module that has it
+    owners: dict[int, str] = {}  # {id of a weight: path of the first module that has it}
     for path, module in model.named_modules():
         for attribute, held in module._parameters.items():
             if held is None:
@@ -178,14 +173,14 @@ def _places(model: Module) -> dict[str, list[_Place]]:
 
 
 def _sizes(module: Module, held: Tensor) -> list[int]:
-    """Rows of each published parameter that is a part of this one, on this process."""
+    """Rows in this process of each published parameter that `held` is made of."""
     if indices := getattr(module, "shard_indices", None):  # of a vocabulary, which is padded
         return [indices.num_org_elements]
     return list(getattr(module, "output_partition_sizes", held.shape[:1]))
 
 
 def _shard(tensor: Tensor, place: _Place) -> Tensor | None:
-    """What of a published parameter this process holds there; None where it holds it otherwise."""
+    """The part of a published parameter at `place`; None where it is held in another form."""
     module, held = place.module, getattr(place.module, place.attribute)
     rank, size = getattr(module, "tp_rank", 0), getattr(module, "tp_size", 1)
     if indices := getattr(module, "shard_indices", None):

@@ -2,11 +2,11 @@
 
 vLLM imports this module by name (`worker_extension_cls`), which registers the weight-transfer
 backend `staged_file`. A worker checks the bytes and puts them into a shared file while generation
-goes on; here the file is mapped, and loaded in one step while generation stands still. Until that
-step nothing of the live model is touched.
+goes on; this module maps the file, and loads it in one step while generation is paused. Nothing
+before that step changes the live model.
 
-What comes over NCCL is received by vLLM's own engine and loaded as it arrives, while generation
-stands still: no second copy of the model, and no way back once it has begun.
+Weights over NCCL are received by vLLM's engine and loaded as they arrive, while generation is
+paused: this needs no second copy of the model, and cannot be undone once it has begun.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ from async_grpo.weight_sync.routes import check_group
 from async_grpo.weight_sync.update_checks import ExpectedWeights, Readback
 
 BACKEND = "staged_file"
-# It warns of every layer that has nothing of its own to load; what was loaded is checked below.
+# Silence warnings of layers that load nothing themselves; `_check_loaded` checks what was loaded.
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
-# Of our scheduler it warns that another vLLM may not take it: the version is pinned.
+# Silence the warning that another vLLM may not accept our scheduler: the version is pinned.
 logging.getLogger("vllm.config.scheduler").setLevel(logging.ERROR)
 
 
 class StagedFileEngine(NCCLWeightTransferEngine):
-    """Map what was staged, then load everything at once; or let NCCL load."""
+    """Maps a staged file and loads all of it at once, or loads what NCCL receives."""
 
     supports_draft_weight_update = False
     _expected: ExpectedWeights | None = None
     _num_updates = 0
-    # Parameters that vLLM holds in a form of its own, found at the first update; None before it.
+    # Parameters that cannot be read back, found at the first update; None before it.
     unreadable: set[str] | None = None
 
     def init_transfer_engine(self, init_info: NCCLWeightTransferInitInfo) -> None:
-        """Meet the trainer over NCCL, in place of the one before it; blocks until it is there."""
+        """Join the trainer's NCCL group in place of an earlier one; blocks until it has joined."""
         self.shutdown()
         super().init_transfer_engine(init_info)
         check_group(self.model_update_group)
@@ -59,26 +59,26 @@ class StagedFileEngine(NCCLWeightTransferEngine):
         """Raise `WeightSyncError` unless these are exactly the model's parameters."""
         if self._expected is None:
             dtype = dtype_name(self.model_config.dtype)
-            # A family that vLLM takes from transformers is compiled by vLLM, which asks for this.
+            # vLLM compiles a model of transformers when it is built, and needs its configuration.
             with set_current_vllm_config(self.vllm_config):
                 self._expected = ExpectedWeights.read(self.model_config.model, dtype=dtype)
         self._expected.check(_metas(tensors))
 
     def start_weight_update(self) -> None:
         self._staged: dict[str, torch.Tensor] = {}
-        self._loaded: set[str] | None = set()  # None: this model does not tell
-        # Now: while weights are loaded, a tied head is a parameter of its own.
+        self._loaded: set[str] | None = set()  # None: this model does not report it
+        # Before loading: while weights are loaded, a tied head is a separate parameter.
         self._parameters = {name for name, _ in self.model.named_parameters()}
         if self.unreadable is None:
-            self.unreadable = self._own_form()
+            self.unreadable = self._differing_from_files()
         self._num_updates += 1
         self._readback = Readback(self.model, seed=self._num_updates)
 
-    def _own_form(self) -> set[str] | None:
+    def _differing_from_files(self) -> set[str] | None:
         """Parameters that read back other than the files that the model was loaded from.
 
-        None where these do not hold every parameter by its published name: then the first update
-        tells, and cannot tell one that it misses.
+        None where the files do not hold every parameter by its published name: then the first
+        update decides, and a parameter that it misses counts as unreadable.
         """
         reading, read = Readback(self.model, seed=0), set[str]()
         with torch.no_grad():
@@ -95,8 +95,8 @@ class StagedFileEngine(NCCLWeightTransferEngine):
             self._receive(update_info)
 
     def _map(self, path: str, tensors: list[TensorMeta]) -> None:
-        """Take the parameters in a file, whose bytes the worker has checked."""
-        # Copy-on-write, so that torch takes it for writable; nothing writes.
+        """Stage the parameters in a file, whose bytes the worker has checked."""
+        # Copy-on-write, because torch warns of memory that is not writable; nothing writes.
         data = np.memmap(path, dtype=np.uint8, mode="c")
         self._staged = {meta.name: view_tensor(data, meta) for meta in tensors}
 
@@ -150,7 +150,7 @@ class StagedFileEngine(NCCLWeightTransferEngine):
 
 
 class _Recorder:
-    """Stands before the model while vLLM's engine loads, and remembers what was loaded."""
+    """Takes the model's place while vLLM's engine loads, and remembers what was loaded."""
 
     def __init__(self, model: torch.nn.Module, readback: Readback) -> None:
         self._model = model
@@ -180,7 +180,7 @@ def _forget_packed(model: torch.nn.Module) -> None:
 
 
 def _pack_tied_head(model: torch.nn.Module) -> None:
-    """No reload packs a tied output head, which loads nothing: it takes its embedding's copy."""
+    """Give a tied output head its embedding's packed copy: a reload packs only what it loads."""
     packed = {
         id(module.weight): module.cpu_linear
         for module in model.modules()
@@ -193,7 +193,7 @@ def _pack_tied_head(model: torch.nn.Module) -> None:
 
 
 class WeightsExtension:
-    """Becomes part of every vLLM worker: what an update needs beside vLLM's own calls."""
+    """Methods that vLLM adds to each of its workers, called by name for an update."""
 
     def device_id(self) -> str:
         """The identity of this worker's NVIDIA device, empty on a CPU."""
@@ -202,11 +202,11 @@ class WeightsExtension:
         return str(torch.cuda.get_device_properties(device).uuid) if on_cuda else ""
 
     def expect_weights(self, tensors: list[list]) -> None:
-        """Refuse parameters that are not the model's before anything of it is touched."""
+        """Raise `WeightSyncError` unless `tensors` are the model's parameters; changes nothing."""
         self.weight_transfer_engine.expect(tensors)  # type: ignore[attr-defined]
 
     def unreadable_weights(self) -> list[str]:
-        """The parameters of which nobody can tell whether an update has missed them."""
+        """The parameters for which a missed update cannot be detected."""
         return sorted(self.weight_transfer_engine.unreadable or ())  # type: ignore[attr-defined]
 
     def discard_weight_update(self) -> None:

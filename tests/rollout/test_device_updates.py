@@ -93,9 +93,7 @@ class Stack:
         check_route("nccl", worker, sender=TRAINER)
 
     def connect(self, members):
-        link = self.make_link(
-            members, sender=Sender(torch.device("cpu"), TRAINER, "127.0.0.1", Cluster())
-        )
+        link = self.make_link(members, sender=Sender(torch.device("cpu"), "127.0.0.1", Cluster()))
         assert link._info.packed
         # A tiny model has several of such buffers, as a large one of those of a GiB.
         link._info = replace(link._info, packed_buffer_size_bytes=30_000)
