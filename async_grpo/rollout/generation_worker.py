@@ -28,10 +28,10 @@ from async_grpo.types import (
     WeightsSnapshot,
     WeightsVersion,
     WorkerInfo,
-    canary_complaint,
 )
 from async_grpo.util.errors import ConfigError, WeightSyncError
 from async_grpo.util.imports import without_collection
+from async_grpo.weight_sync.sync_report import canary_complaint
 
 if TYPE_CHECKING:
     from async_grpo.rollout.engine import Loaded

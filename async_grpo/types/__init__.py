@@ -36,6 +36,7 @@ from async_grpo.types.samples import (
     Group,
     Question,
     Row,
+    RowKey,
     Sample,
     SamplingContract,
     Ticket,
@@ -57,11 +58,8 @@ from async_grpo.types.snapshots import (
     WeightsDelta,
     WeightsSnapshot,
     WeightsVersion,
-    canary_complaint,
-    canary_differences,
     canary_tokens,
 )
-from async_grpo.types.tally import RowKey, Tally, digest_of, tally, token_weight
 from async_grpo.types.training import (
     EndOfStep,
     EvaluationResult,
@@ -71,6 +69,10 @@ from async_grpo.types.training import (
     ResumePoint,
     StreamItem,
     StreamItems,
+    Tally,
+    digest_of,
+    tally,
+    token_weight,
 )
 from async_grpo.types.worker_info import (
     Pulse,

@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 
 from async_grpo.types.message import Message
 from async_grpo.types.snapshots import VersionSpan
-from async_grpo.types.tally import RowKey
 
 # length: at the run's longest output; max_tokens: at a shorter one that an environment asked for.
 FinishReason = Literal["stop", "length", "max_tokens", "abort"]
 VerdictStatus = Literal["scored", "unscorable", "error"]
 Arrays = Mapping[str, NDArray[np.generic]]  # [L, ...] of one row; bfloat16 as its bits
 FailureCause = Literal["", "exception", "connection", "overrun", "end", "lost"]
+RowKey = tuple[int, int, int, int]  # of a sequence: ordinal, attempt, index in its group, row
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,14 +1,13 @@
-"""Which weights made a token, how a full set of them travels, and by what a worker shows that it
-serves them.
+"""Versions of the weights, and how a full set of them travels to workers.
 
-That is the canary: fixed tokens that engine and trainer score with the same weights, right after
-each update. What they disagree by is numerical mismatch alone: no staleness, no sampling.
+The canary, a few fixed rows of tokens, travels along: a worker shows by its scores of them that it
+serves these weights (`weight_sync.sync_report` compares).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import NamedTuple
@@ -16,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-NUM_ROWS = 4  # of the canary
+NUM_ROWS = 4  # in the canary
 MAX_ROW_TOKENS = 64
 GIB = 2**30
 NUM_SNAPSHOTS = 2  # in the object store at a time: one is served while the next is stored
@@ -24,7 +23,7 @@ Stored = Awaitable[NDArray[np.uint8]]  # an ObjectRef of bytes
 
 
 class WeightsVersion(NamedTuple):
-    """Which weights: the run's incarnation, and how many batches it had completed with them."""
+    """The weights of a run after so many completed batches."""
 
     incarnation: int
     batches: int
@@ -52,7 +51,7 @@ class VersionSpan(NamedTuple):
 
 
 class TensorMeta(NamedTuple):
-    """Where one parameter lies when all of them are laid end to end."""
+    """One parameter, and its offset when all parameters lie end to end."""
 
     name: str
     dtype: str  # as torch names it: "float32", "bfloat16"
@@ -61,7 +60,7 @@ class TensorMeta(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Some bytes of one parameter: where they lie when all parameters are laid end to end."""
+    """Some bytes of one parameter, by their offset when all parameters lie end to end."""
 
     offset_bytes: int
     size_bytes: int
@@ -69,9 +68,9 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WeightsDelta:
-    """What turns a bucket of `WeightsSnapshot.delta_since` into this version's."""
+    """Turns a bucket of the version `WeightsSnapshot.delta_since` into this version's bucket."""
 
-    data: Stored  # [size_bytes], owned as the bucket's
+    data: Stored  # [size_bytes], owned by the trainer rank that put it
     size_bytes: int
 
 
@@ -83,7 +82,7 @@ class WeightsBucket:
     data: Stored  # [size_bytes], owned by the trainer rank that put it
     size_bytes: int
     checksum: int  # xxh3_64 of the bytes
-    delta: WeightsDelta | None = None  # None: too much has changed
+    delta: WeightsDelta | None = None  # None: workers load the whole bucket
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,7 +94,7 @@ class WeightsSnapshot:
     canary: tuple[CanaryRow, ...] = ()  # scored by the trainer with exactly these weights
     unchanged_since: WeightsVersion | None = None  # that version had the same weights
     tensors: tuple[TensorMeta, ...] = ()  # in the model's order
-    is_base: bool = False  # what changes next may be sent alone: keep these bytes
+    is_base: bool = False  # workers keep these bytes: a later snapshot may bring deltas to them
     delta_since: WeightsVersion | None = None  # the version whose bytes the deltas change
 
     @property
@@ -104,7 +103,7 @@ class WeightsSnapshot:
 
     @property
     def is_of_folder(self) -> bool:
-        """Whether it brings nothing: these are what every worker has read from its folder."""
+        """Whether these are the weights of the model folder, which every worker has read."""
         return not self.buckets and not self.tensors
 
     def renamed(self, version: WeightsVersion) -> WeightsSnapshot:
@@ -112,7 +111,7 @@ class WeightsSnapshot:
         return replace(self, version=version, unchanged_since=self.unchanged_since or self.version)
 
     def equals(self, served: WeightsVersion) -> bool:
-        """Whether an earlier version, `served`, is known to have the same weights.
+        """Whether an earlier version `served` is known to have the same weights.
 
         >>> snapshot = WeightsSnapshot(WeightsVersion(0, 2), ()).renamed(WeightsVersion(0, 4))
         >>> [snapshot.equals(WeightsVersion(0, batches)) for batches in (1, 2, 3)]
@@ -123,52 +122,34 @@ class WeightsSnapshot:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WeightsAck:
-    """A worker serves `version`; what the change cost it."""
+    """A worker's acknowledgement that it serves `version`, and the cost of the change."""
 
     worker_id: str
     version: WeightsVersion
     seconds: float  # receiving, verifying and loading
-    pause_seconds: float  # generation stood still
-    recomputed_tokens: int = 0  # of running requests, whose KV cache was thrown away
-    kept_tokens: int = 0  # of running requests, whose KV cache was not
+    pause_seconds: float  # in which generation was paused
+    recomputed_tokens: int = 0  # of running requests whose KV cache was dropped
+    kept_tokens: int = 0  # of running requests whose KV cache was kept
     dtype: str = "float32"  # of the worker's model
     transport: str = "object_store"  # how the weights came
     canary: tuple[NDArray[np.float32], ...] = ()  # log-probabilities of the snapshot's rows
     canary_problem: str = ""  # what could not be checked, and why
-    received_bytes: int = 0  # out of the object store; 0: nobody counted
+    received_bytes: int = 0  # out of the object store; 0: not counted
 
 
 @dataclass(frozen=True, slots=True)
 class PublishReport:
-    """Who serves a snapshot, and who was fenced because it could not."""
+    """Which workers serve a snapshot, and which were fenced because they could not."""
 
     version: WeightsVersion
     acks: tuple[WeightsAck, ...]
     failures: Mapping[str, str]  # worker id -> reason
-    late: tuple[str, ...] = ()  # worker ids: they still load, and serve nobody until they have
-
-
-class Bound(NamedTuple):
-    """Nats that rounding explains: of any token, and of the mean over all."""
-
-    largest: float
-    mean: float
-
-
-# Log-probabilities of float32 were seen to differ by 1e-6 in the mean (4 layers), and by less than
-# 1e-4 at most in deep models, while an update at a learning rate of 1e-6 moves them by 2e-5 to 2e-4
-# in the mean. Of bfloat16 they differ by 0.02 in the mean and 0.2 at most, missed update or not:
-# there `readback` tells what was missed, and the canary what is computed otherwise.
-BOUNDS = {"float64": Bound(1e-3, 1e-5), "float32": Bound(1e-3, 1e-5)}
-LOW_PRECISION_BOUND = Bound(0.7, 0.05)
-# A policy that guesses among all words of any vocabulary does better on its own prompts. One whose
-# mean is below has logits so large that rounding alone moves log-probabilities by nats.
-COLLAPSED_NATS = -20.0
+    late: tuple[str, ...] = ()  # ids of workers that are still loading, and serve no request yet
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CanaryRow:
-    """One row of tokens, and the trainer's log-probabilities of them at temperature 1."""
+    """One row of the canary, with the trainer's log-probabilities at temperature 1."""
 
     token_ids: NDArray[np.int32]  # [n], n >= 2
     logprobs: NDArray[np.float32]  # [n - 1], of token_ids[1:]
@@ -176,7 +157,7 @@ class CanaryRow:
 
 
 def canary_tokens(prompts: Iterable[NDArray[np.int32]]) -> tuple[NDArray[np.int32], ...]:
-    """The rows of a run: its first prompts, cut; a row needs a token that another one predicts.
+    """The canary of a run: its first prompts of at least 2 tokens, each cut to `MAX_ROW_TOKENS`.
 
     >>> rows = canary_tokens(np.arange(n, dtype=np.int32) for n in (1, 100, 3, 2, 0, 9, 9))
     >>> [len(row) for row in rows]
@@ -186,60 +167,8 @@ def canary_tokens(prompts: Iterable[NDArray[np.int32]]) -> tuple[NDArray[np.int3
     return tuple(islice(rows, NUM_ROWS))
 
 
-def canary_differences(
-    rows: Sequence[CanaryRow], found: Sequence[NDArray[np.float32]]
-) -> NDArray[np.float64]:
-    """|engine - trainer| of every token of `rows`, [K] nats; infinite where one is not finite."""
-    with np.errstate(invalid="ignore"):
-        parts = [
-            np.abs(row.logprobs.astype(np.float64) - logprobs)
-            for row, logprobs in zip(rows, found, strict=True)
-        ]
-    differences = np.concatenate(parts) if parts else np.zeros(0)
-    return np.where(np.isfinite(differences), differences, np.inf)
-
-
-def canary_complaint(
-    rows: Sequence[CanaryRow], found: Sequence[NDArray[np.float32]], *, dtype: str
-) -> str:
-    """What to tell the user of an engine of `dtype` that scored `rows`; empty when all is well."""
-    differences = canary_differences(rows, found)
-    bound = canary_bound(dtype, *(row.dtype for row in rows))
-    if not differences.size or (
-        differences.max() <= bound.largest and differences.mean() <= bound.mean
-    ):
-        return ""
-    fact = (
-        f"log-probabilities of {len(differences)} fixed tokens differ from the trainer's by up to "
-        f"{differences.max():.3g} nats (mean {differences.mean():.3g}) with the same weights"
-    )
-    mean = float(np.concatenate([row.logprobs for row in rows]).mean())
-    if mean < COLLAPSED_NATS:
-        return (
-            f"{fact}, which says nothing of the worker: to the trainer itself they have {mean:.3g} "
-            "nats a token, worse than guessing: the policy has collapsed; lower --learning-rate "
-            "and start again from an earlier checkpoint"
-        )
-    return (
-        f"{fact}, where rounding explains {bound.largest:g} (mean {bound.mean:g}): it does "
-        "not serve what was sent, or computes it differently; give worker and "
-        "trainer the same model folder and --dtype, or restart it"
-    )
-
-
-def canary_bound(*dtypes: str) -> Bound:
-    """What rounding explains when engine and trainer compute in these types.
-
-    >>> canary_bound("float32", "float32")
-    Bound(largest=0.001, mean=1e-05)
-    >>> canary_bound("float32", "bfloat16")
-    Bound(largest=0.7, mean=0.05)
-    """
-    return max(BOUNDS.get(dtype, LOW_PRECISION_BOUND) for dtype in dtypes)
-
-
 def store_complaint(model_bytes: int, *, store_bytes: int, share: float) -> str:
-    """What is wrong with a node's object store that must hold a share of two snapshots, or "".
+    """What is wrong with a node's object store for a share of the weights; "": nothing.
 
     >>> store_complaint(10 * GIB, store_bytes=20 * GIB, share=1.0)
     ''
@@ -261,10 +190,10 @@ container with --shm-size 11g or more
 
 
 def stored_here(*, num_ranks: int, num_here: int, shard_ranks: int | None) -> float:
-    """The share of new weights that rank 0's machine stores, with so many of all ranks.
+    """The share (0 to 1) of new weights that rank 0's machine stores.
 
-    `shard_ranks` of them hold a copy of the model together; 0: all; None: those of a machine. Of
-    several copies the first is stored, which ranks from 0 on hold.
+    `num_here`: how many of the `num_ranks` ranks run on that machine. `shard_ranks`: how many
+    ranks, from 0 on, hold the first copy of the model; 0: all; None: the ranks of one machine.
 
     >>> stored_here(num_ranks=16, num_here=8, shard_ranks=0)
     0.5

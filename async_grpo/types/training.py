@@ -1,4 +1,4 @@
-"""What trainer ranks receive, and what they make of it.
+"""What trainer ranks receive, and what they report.
 
 Legend: T packed tokens of a minibatch, S packed sequences, N trained (unmasked output) tokens,
 U tokens of the sequences, each with its prompt; T = U where no prompt is shared.
@@ -6,39 +6,42 @@ U tokens of the sequences, each with its prompt; T = U where no prompt is shared
 
 from __future__ import annotations
 
+import hashlib
+import struct
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from async_grpo.types.message import Parcel, packed, unpacked
 from async_grpo.types.runs import Control
-from async_grpo.types.samples import Sample, Ticket
+from async_grpo.types.samples import RowKey, Sample, Ticket
 from async_grpo.types.snapshots import WeightsVersion
-from async_grpo.types.tally import Tally
 
 if TYPE_CHECKING:
     import torch
 
+DIGESTS = 1 << 64
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Minibatch(Parcel):
-    """One rank's share of one round, each sample with one row (`Sample.parts`).
+    """One rank's share of one round, with one row a sample (`Sample.parts`).
 
-    No samples: the rank trains an inert filler.
+    Without samples the rank trains a filler, whose gradient is 0.
     """
 
     round_index: int
     samples: tuple[Sample, ...]
 
     def parts(self) -> list[Sample]:
-        """One a row, in the order in which they are packed."""
+        """The rows as one sample each, in the order of packing."""
         return [part for sample in self.samples for part in sample.parts()]
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Tickets stay outside of the bytes: Ray must see the references that it counts."""
+        """Keep tickets out of the pickled bytes, because Ray must see their references."""
         if not any(sample.tickets for sample in self.samples):
-            return Parcel.__reduce__(self)  # a class with slots has no super() of its own here
+            return Parcel.__reduce__(self)  # super() fails in a dataclass with slots
         bare = tuple(replace(sample, tickets=()) for sample in self.samples)
         tickets = [sample.tickets for sample in self.samples]
         return _with_tickets, (packed(bare), tickets, self.round_index)
@@ -51,11 +54,80 @@ def _with_tickets(
     return Minibatch(round_index, tuple(replace(sample, tickets=own) for sample, own in pairs))
 
 
+class Tally(NamedTuple):
+    """Sums over the samples of one gradient step on one rank, in any order.
+
+    What the batcher has sent must equal what the rank has trained.
+    """
+
+    num_samples: int = 0
+    num_tokens: int = 0  # unmasked
+    digest: int = 0  # identifies the samples: see `digest_of`
+    weight: float = 0.0  # Σ w_i m_it
+
+    def plus(self, other: Tally) -> Tally:
+        return Tally(
+            self.num_samples + other.num_samples,
+            self.num_tokens + other.num_tokens,
+            (self.digest + other.digest) % DIGESTS,
+            self.weight + other.weight,
+        )
+
+
+def tally(
+    samples: Iterable[Sample], *, incarnation: int, aggregation: str, constant_length: int = 0
+) -> Tally:
+    """The tally of samples that are about to be sent to a rank."""
+    keys, num_samples, num_tokens, weight = [], 0, 0, 0.0
+    for part in (part for sample in samples for part in sample.parts()):
+        keys.append(part.key)
+        num_here = part.num_trained_tokens - part.num_trained_elsewhere
+        num_samples += part.row == 0  # a sample is counted where its first row is trained
+        num_tokens += num_here
+        weight += num_here * token_weight(part.num_trained_tokens, aggregation, constant_length)
+    return Tally(num_samples, num_tokens, digest_of(keys, incarnation=incarnation), weight)
+
+
+def token_weight(num_trained: int, aggregation: str, constant_length: int) -> float:
+    """The weight w_i of each token of a sample of `num_trained` unmasked tokens.
+
+    >>> [token_weight(4, name, 8) for name in ("sample-mean", "token-mean", "constant")]
+    [0.25, 1.0, 0.125]
+    """
+    if aggregation == "sample-mean":
+        return 1.0 / max(num_trained, 1)
+    if aggregation == "token-mean":
+        return 1.0
+    if aggregation == "constant" and constant_length > 0:
+        return 1.0 / constant_length
+    raise ValueError(
+        "aggregation must be sample-mean, token-mean or constant with a positive length, got "
+        f"{aggregation!r} with {constant_length}: see --aggregation"
+    )
+
+
+def digest_of(keys: Iterable[RowKey], *, incarnation: int) -> int:
+    """The sum, modulo 2^64, of a hash of each key and the run's incarnation.
+
+    >>> one, two = (7, 0, 0, 0), (7, 0, 1, 0)
+    >>> digest_of([one, two], incarnation=3) == digest_of([two, one], incarnation=3)
+    True
+    >>> len({digest_of(keys, incarnation=3) for keys in ([one], [two], [one, one], [one, two])})
+    4
+    """
+    return sum(_hash(incarnation, *key) for key in keys) % DIGESTS
+
+
+def _hash(*numbers: int) -> int:
+    packed = struct.pack(f"<{len(numbers)}q", *numbers)
+    return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little")
+
+
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """Where a batcher can go on: the end of a gradient step, before anything of the next one.
+    """The state of a batcher at the end of a gradient step, from which another can go on.
 
-    What had begun of later steps is counted as discarded, and in flight again.
+    Work that had begun for later steps is counted as discarded and done again.
     """
 
     batch: int  # of the next gradient step
@@ -66,41 +138,41 @@ class ResumePoint:
 
 @dataclass(frozen=True, slots=True)
 class EndOfStep(Parcel):
-    """Closes a gradient step on every rank, with the denominators nobody could know earlier."""
+    """Ends a gradient step on every rank, with denominators that are known only now."""
 
     batch: int
     step_in_batch: int
     is_last_of_batch: bool
     num_samples: int  # D of sample-mean and constant: trained + zero contribution
     num_tokens: int  # D of token-mean: unmasked output tokens of the same samples
-    incarnation: int = 0  # of the run, which makes the digests in `sent` its own
-    # What each rank was given to train, which depends on who was ready when.
+    incarnation: int = 0  # of the run: it enters the digests in `sent`
+    # What was sent to each rank, which depends on which rank was ready when.
     sent: tuple[Tally, ...] = field(default=(), compare=False)
     fates: Mapping[str, int] = field(default_factory=dict)  # samples by fate, this step
     reasons: Mapping[str, int] = field(default_factory=dict)  # of these, by "fate: reason"
-    # That engines have answered, by fate and by "fate: reason".
+    # Tokens that engines have sampled, by fate and by "fate: reason".
     tokens: Mapping[str, int] = field(default_factory=dict)
     sums: Mapping[str, float] = field(default_factory=dict)  # numerators and denominators
-    # Seconds by stage, and retries, since the step before: what no two runs share.
+    # Seconds by stage, and retries, since the step before; they differ between equal runs.
     clock: Mapping[str, float] = field(default_factory=dict, compare=False)
     notices: tuple[str, ...] = field(default=(), compare=False)  # sentences for people
-    resume: ResumePoint | None = field(default=None, compare=False, repr=False)  # rank 0's alone
-    # At a batch's end: what was asked meanwhile, and the options that are other than at the run's
-    # start from the next batch on.
+    resume: ResumePoint | None = field(default=None, compare=False, repr=False)  # for rank 0 alone
+    # At a batch's end: the requests that have come meanwhile, and the options that from the next
+    # batch on differ from those of the run's start.
     controls: tuple[Control, ...] = ()
     settings: Mapping[str, object] = field(default_factory=dict)
-    # Of sets that have ended since the step before; rank 0's alone, too.
+    # Evaluations that have ended since the step before; for rank 0 alone.
     evaluations: tuple[EvaluationResult, ...] = field(default=(), compare=False)
 
 
 StreamItem = Minibatch | EndOfStep
-# What one request of a rank is answered: a minibatch, the end of its step, or both in this order.
+# The answer to one request of a rank: a minibatch, the end of its step, or both in this order.
 StreamItems = tuple[StreamItem, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedMinibatch:
-    """Samples of one rank laid end to end without padding, ready for the model.
+    """Samples of one rank, packed end to end without padding, ready for the model.
 
     Position `logit_positions[n]` of the packed row predicts `target_ids[n]`; per-token arrays of
     length N follow that order, sample after sample.
@@ -122,31 +194,31 @@ class PackedMinibatch:
     behaviour_logprobs: torch.Tensor  # [N] float32
     scores: Mapping[str, torch.Tensor]  # [N] or [N, K], as `Sample.scores`; ids are int64
     num_rows: int  # S, but 0 for a filler
-    num_samples: int  # those whose first row is here
-    is_given: torch.Tensor | None = None  # [N] bool: nobody sampled these; None: all were sampled
+    num_samples: int  # whose first row is here
+    is_given: torch.Tensor | None = None  # [N] bool: not sampled but given; None: all were sampled
     repeat_index: torch.Tensor | None = None  # [U] int64, in [0, T); None: no prompt is shared
     first_index: torch.Tensor | None = None  # [T] int64, in [0, U)
 
 
 class QuestionOutcome(NamedTuple):
-    """Of one question: its samples are graded together, or counted together as failed."""
+    """The samples of one question, which are all graded, or all counted as failed."""
 
     dataset_type: str
     num_samples: int
     num_correct: int = 0  # with the full reward of 1
     reward_sum: float = 0.0
-    num_tokens: int = 0  # that were sampled
+    num_tokens: int = 0  # sampled
     num_truncated: int = 0  # samples that were cut
-    failure: str = ""  # the stage that lost them; empty: they are graded
+    failure: str = ""  # the stage that lost the samples; empty: they are graded
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluationResult(Parcel):
-    """One set, sampled and graded once; the properties count graded samples, where not failed."""
+    """One set, sampled and graded once; a count is of graded samples unless it says otherwise."""
 
     name: str  # of the set; empty: that of --eval-data-path
     version: WeightsVersion  # that was to be evaluated
-    oldest: WeightsVersion  # of any token: `version`, unless nobody could keep it
+    oldest: WeightsVersion  # of any token: `version`, unless no worker could keep serving it
     newest: WeightsVersion  # likewise
     samples_per_question: int
     questions: tuple[QuestionOutcome, ...]
@@ -157,7 +229,7 @@ class EvaluationResult(Parcel):
     def without(
         cls, name: str, version: WeightsVersion, samples_per_question: int, *, why: str
     ) -> EvaluationResult:
-        """That of a set of which nothing was sampled."""
+        """The result of a set of which nothing was sampled."""
         return cls(name, version, version, version, samples_per_question, (), 0.0, skipped=why)
 
     @property
@@ -166,7 +238,7 @@ class EvaluationResult(Parcel):
 
     @property
     def num_questions(self) -> int:
-        """All of them."""
+        """All questions, failed ones too."""
         return len(self.questions)
 
     @property
@@ -179,7 +251,7 @@ class EvaluationResult(Parcel):
 
     @property
     def failures(self) -> Mapping[str, int]:
-        """Samples that failed, by the stage that lost them."""
+        """Failed samples by the stage that lost them."""
         found = Counter[str]()
         for each in self.questions:
             if each.failure:
@@ -201,7 +273,7 @@ class EvaluationResult(Parcel):
 
     @property
     def by_type(self) -> Mapping[str, EvaluationResult]:
-        """The same of each type of questions."""
+        """The result of each type of questions."""
         types = dict.fromkeys(each.dataset_type for each in self.questions)
         return {
             kind: replace(

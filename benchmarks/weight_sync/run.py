@@ -19,15 +19,10 @@ from async_grpo.cluster.cluster import Cluster
 from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.rollout.generation_worker import worker_environment
 from async_grpo.training.fsdp import local_shards
-from async_grpo.types import (
-    CanaryRow,
-    WeightsAck,
-    WeightsSnapshot,
-    WeightsVersion,
-    canary_differences,
-)
+from async_grpo.types import CanaryRow, WeightsAck, WeightsSnapshot, WeightsVersion
 from async_grpo.weight_sync.gather import Shards
 from async_grpo.weight_sync.publisher import Collector
+from async_grpo.weight_sync.sync_report import canary_differences
 from benchmarks import procfs
 from benchmarks.cores import family
 from benchmarks.stack import Stack

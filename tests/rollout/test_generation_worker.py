@@ -19,9 +19,10 @@ from async_grpo.cluster import handles
 from async_grpo.cluster.cluster import Cluster
 from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.rollout.generation_worker import GenerationWorker, worker_environment
-from async_grpo.types import GenerationRequest, SamplingContract, WeightsVersion, canary_differences
+from async_grpo.types import GenerationRequest, SamplingContract, WeightsVersion
 from async_grpo.util.errors import DeadlineError, WeightSyncError, WorkerError
 from async_grpo.weight_sync.publisher import Publisher
+from async_grpo.weight_sync.sync_report import canary_differences
 
 pytestmark = pytest.mark.integration
 

@@ -7,7 +7,7 @@ from engine_stack import CANARY_TOKENS, FIRST
 from tiny_models import canary_of, load_model, snapshot_of
 
 from async_grpo.rollout.engine import EngineBrokenError
-from async_grpo.types import canary_complaint
+from async_grpo.weight_sync.sync_report import canary_complaint
 
 pytestmark = pytest.mark.integration
 LEARNING_RATE = 1e-6

@@ -20,12 +20,8 @@ from engine_stack import (
     until_sampled,
 )
 
-from async_grpo.types import (
-    VersionSpan,
-    WeightsVersion,
-    canary_complaint,
-    canary_differences,
-)
+from async_grpo.types import VersionSpan, WeightsVersion
+from async_grpo.weight_sync.sync_report import canary_complaint, canary_differences
 
 pytestmark = pytest.mark.integration
 PROMPT = LONG_PROMPT[:8]

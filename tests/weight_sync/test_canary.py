@@ -9,11 +9,14 @@ from async_grpo.types import (
     WeightsAck,
     WeightsSnapshot,
     WeightsVersion,
-    canary_complaint,
-    canary_differences,
     canary_tokens,
 )
-from async_grpo.weight_sync.sync_report import summarise_sync, sync_complaints
+from async_grpo.weight_sync.sync_report import (
+    canary_complaint,
+    canary_differences,
+    summarise_sync,
+    sync_complaints,
+)
 
 VERSION = WeightsVersion(3, 4)
 
