@@ -1,7 +1,7 @@
-"""The conditions of a run's alarms: what is wrong, by the last rows of its metrics. Pure.
+"""The conditions of a run's alarms. Pure.
 
-Each is given these rows, the newest last, and answers in a sentence where it holds, in an empty one
-where it does not, by None where the newest row cannot tell.
+A condition takes the last rows of metrics, the newest last. It returns a sentence where it holds,
+"" where it does not, and None where the newest row lacks what it needs.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ Row = Mapping[str, float | int | None]
 Condition = Callable[[Sequence[Row]], "str | None"]
 
 NUM_STEPS = 5  # in a row: fewer may be chance
-MAX_MISMATCH_KL = 3.0  # nats a token: more than lag, rounding or one odd token make of it
-NUM_COMPARED = 20  # steps of the past, and of now, whose medians or means are compared
-MISMATCH_FACTOR, LEAST_MISMATCH_KL = 5.0, 0.02  # of the past; nats a token
-LENGTH_FACTOR = 1.5  # of the past
-MOST_TRUNCATED, MOST_EVEN = 0.9, 0.95  # shares of outputs and of questions that are as good as all
-NUM_NOW = 5  # steps whose median is what a value is now
-NOISE = 3.0  # deviations of one step, which a median over some does not move by
-REWARD_SHARE, LEAST_REWARD = 0.5, 0.01  # of what it was, by which it falls; a fall worth a word
-ENTROPY_FACTOR, LEAST_ENTROPY = 5.0, 0.5  # of what it was; nats a token that are worth a word
-KL_FACTOR, LEAST_KL = 10.0, 0.5
-LEAST_PAST = 10  # values that a median of the past must be made of
-SPIKE_FACTOR = 10.0  # of the median gradient norm
-NUM_DEAD_STEPS = 2  # in which all groups of a type have failed
+MAX_MISMATCH_KL = 3.0  # nats a token: more than lag, rounding or one odd token cause
+NUM_COMPARED = 20  # first and last steps whose medians or means are compared
+MISMATCH_FACTOR, LEAST_MISMATCH_KL = 5.0, 0.02  # times the past value; nats a token
+LENGTH_FACTOR = 1.5  # times the past value
+MOST_TRUNCATED, MOST_EVEN = 0.9, 0.95  # shares of outputs, and of questions, that count as all
+NUM_NOW = 5  # last steps whose median is the present value
+NOISE = 3.0  # deviations of one step: a median over several does not move that far by chance
+REWARD_SHARE, LEAST_REWARD = 0.5, 0.01  # the fall as a share of the past value; the smallest fall
+ENTROPY_FACTOR, LEAST_ENTROPY = 5.0, 0.5  # times the past value; nats a token
+KL_FACTOR, LEAST_KL = 10.0, 0.5  # likewise
+LEAST_PAST = 10  # fewest values in a median of the past
+SPIKE_FACTOR = 10.0  # times the median gradient norm
+NUM_DEAD_STEPS = 2  # steps in a row in which all groups of a type have failed
 
 
 def _collapsed(rows: Sequence[Row]) -> str | None:
-    """Trainer and engine disagree about what was sampled by more than any lag explains."""
+    """Trainer and engine disagree about the sampled tokens by more than any lag explains."""
     row = rows[-1]
     mismatch = row.get("mismatch_kl")
     if not row.get("trained_tokens") or row.get("avg_reward") is None:
@@ -48,7 +48,7 @@ def _collapsed(rows: Sequence[Row]) -> str | None:
 
 
 def _mismatch_rises(rows: Sequence[Row]) -> str | None:
-    """Trainer and engine disagree more and more; not yet by so much that all is lost."""
+    """The mismatch of trainer and engine has grown, though not to that of a collapse."""
     compared = _past_and_now(rows, "mismatch_kl")
     if compared is None:
         return None
@@ -63,11 +63,11 @@ def _mismatch_rises(rows: Sequence[Row]) -> str | None:
 
 
 def _not_finite(rows: Sequence[Row]) -> str | None:
-    """A step was skipped, for its loss or its gradient was not finite."""
+    """A step was skipped because its loss or its gradient was not finite."""
     count = rows[-1].get("skipped_steps_non_finite")
     if count is None:
         return None
-    # The first row of a run that goes on tells those of its earlier parts.
+    # The first row of a resumed run also counts the skipped steps of its earlier parts.
     is_first = rows[-1].get("step") == 1
     before = rows[-2].get("skipped_steps_non_finite") if len(rows) > 1 else 0 if is_first else count
     if count <= (before or 0):
@@ -79,7 +79,7 @@ def _not_finite(rows: Sequence[Row]) -> str | None:
 
 
 def _gradient_spikes(rows: Sequence[Row]) -> str | None:
-    """The gradient is many times what it usually is."""
+    """The gradient norm is many times its median."""
     norm = rows[-1].get("grad_norm")
     usual = [before for row in list(rows)[:-1] if (before := row.get("grad_norm"))]
     if norm is None or len(usual) < LEAST_PAST:
@@ -115,7 +115,7 @@ def _no_signal(rows: Sequence[Row]) -> str | None:
     best = row.get("avg_max_reward_in_group", mean) or 0.0
     if share == 1 and not math.isclose(mean, best, abs_tol=1e-9):
         return ""  # an algorithm without advantages
-    if row["num_samples"] == row.get("num_groups"):  # of one sample each: a teacher's alone
+    if row["num_samples"] == row.get("num_groups"):  # groups of one sample, for a teacher alone
         return ""
     return (
         f"in the last {NUM_STEPS} steps the samples of {share:.0%} of the questions all had the "
@@ -126,7 +126,7 @@ def _no_signal(rows: Sequence[Row]) -> str | None:
 
 
 def _length_bias(rows: Sequence[Row]) -> str | None:
-    """Outputs grow, and nothing is won by it."""
+    """Outputs grow while rewards do not."""
     lengths, rewards = _past_and_now(rows, "avg_output_tokens"), _past_and_now(rows, "avg_reward")
     if lengths is None or rewards is None:
         return None
@@ -142,7 +142,7 @@ def _length_bias(rows: Sequence[Row]) -> str | None:
 
 
 def _reward_falls(rows: Sequence[Row]) -> str | None:
-    """Rewards are far below what they were, whatever their scale."""
+    """Rewards are far below what they were; the test does not depend on their scale."""
     course = _course(rows, "avg_reward")
     if course is None:
         return None
@@ -158,7 +158,7 @@ def _reward_falls(rows: Sequence[Row]) -> str | None:
 
 
 def _entropy_falls(rows: Sequence[Row]) -> str | None:
-    """Outputs become all alike: more so than learning explains, where rewards rose meanwhile."""
+    """Entropy fell; where rewards rose meanwhile, by more than learning explains."""
     course, rewards = _course(rows, "entropy"), _course(rows, "avg_reward")
     if course is None:
         return None
@@ -174,7 +174,7 @@ def _entropy_falls(rows: Sequence[Row]) -> str | None:
 
 
 def _rises(name: str, *, factor: float, least: float, words: str) -> Condition:
-    """A value is many times what it was."""
+    """The condition that the metric `name` is many times what it was; `words` is its sentence."""
 
     def tell(rows: Sequence[Row]) -> str | None:
         course = _course(rows, name)
@@ -188,10 +188,10 @@ def _rises(name: str, *, factor: float, least: float, words: str) -> Condition:
 
 
 def _course(rows: Sequence[Row], name: str) -> tuple[float, float, float, float] | None:
-    """Medians of a value long ago, before now, and now; and how far one of these moves by chance.
+    """Medians of a metric over the early, the late and the present steps, and their noise.
 
-    Chance is told by differences of neighbours, which no trend makes larger: of normal values their
-    median is 0.95 deviations.
+    Noise is how far such a median may move by chance. It comes from differences of neighbours,
+    which a trend hardly changes: of normal values their median is 0.95 deviations.
 
     >>> _course([{"x": value} for value in [2, 8] * 16 + [1] * 5], "x")
     (5.0, 5.0, 1.0, 18.0)
@@ -207,7 +207,7 @@ def _course(rows: Sequence[Row], name: str) -> tuple[float, float, float, float]
 
 
 def _types_fail(rows: Sequence[Row]) -> str | None:
-    """Of a type among several no group comes to an end."""
+    """All groups of some type of questions fail."""
     start = "perc_failed_samples/"
     dead = []
     for name in (name for name in rows[-1] if name.startswith(start)):
@@ -224,7 +224,7 @@ def _types_fail(rows: Sequence[Row]) -> str | None:
 
 
 def _past_and_now(rows: Sequence[Row], name: str) -> tuple[list[float], list[float]] | None:
-    """The first and the last values that are kept; None before there are enough.
+    """The first and the last `NUM_COMPARED` values of a metric; None before there are enough.
 
     >>> rows = [{"x": float(n)} for n in range(2 * NUM_COMPARED)]
     >>> past, now = _past_and_now(rows, "x")

@@ -1,8 +1,8 @@
-"""Raises and clears alarms of a run, in words, from its metrics and the size of its fleets. Pure.
+"""Raises and clears alarms of a run, from its metrics and its numbers of workers. Pure.
 
-An alarm is raised once when its condition has held for so many steps in a row, and cleared when the
-condition has not held for a few. A step that cannot tell changes neither. `AlarmLog` tells of both:
-once each in the run's log, in `alarms.jsonl`, and to whoever shows them.
+An alarm is raised when its condition has held for a number of steps in a row, and cleared when the
+condition has not held for `NUM_CLEAN` steps. A step that lacks the metric changes neither count.
+`AlarmLog` writes each change to the run's log and to `alarms.jsonl`, and keeps the active alarms.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from async_grpo.telemetry.jsonl import JsonlWriter
 logger = logging.getLogger(__name__)
 ALARMS_FILE = "alarms.jsonl"
 NUM_CLEAN = 5  # steps in a row after which an alarm is cleared
-NUM_KEPT = 200  # steps that the past is made of
-SHRUNK_S = 60.0  # which workers that restart may take
-SETTLED_S = 3600.0  # after which a fleet is not smaller, but small
-GROUPS_FAIL = "groups_fail"  # of every kind of failure
+NUM_KEPT = 200  # rows that conditions are given
+SHRUNK_S = 60.0  # time for workers to restart before their absence is an alarm
+SETTLED_S = 3600.0  # after which the smaller number of workers is taken for intended
+GROUPS_FAIL = "groups_fail"  # the alarm of every kind of failure
 
 
 @dataclass(frozen=True, slots=True)
 class AlarmChange:
-    """An alarm that is raised, or that is cleared."""
+    """An alarm that is raised or cleared."""
 
     alarm: str  # its name
     is_raised: bool
@@ -39,26 +39,19 @@ class AlarmChange:
 
 
 @dataclass(slots=True)
-class _Fleet:
-    """The workers of a role: how many there were, and since when there are fewer."""
-
-    size: int = 0
-    shrunk_at_s: float | None = None
-
-
-@dataclass(slots=True)
 class Alarms:
-    """Follows a run; `active` holds the sentences of what is wrong now, by alarm."""
+    """The alarms of a run; `active` holds the sentences of those that are raised, by alarm."""
 
     active: dict[str, str] = field(default_factory=dict)
     _rows: deque[Row] = field(default_factory=lambda: deque(maxlen=NUM_KEPT))
-    _held: Counter[str] = field(default_factory=Counter)  # steps in a row, by alarm
-    _clean: Counter[str] = field(default_factory=Counter)  # likewise, without its condition
-    _fleets: dict[str, _Fleet] = field(default_factory=dict)  # by role
-    _failures: set[str] = field(default_factory=set)  # kinds that have been told
+    _held: Counter[str] = field(default_factory=Counter)  # {alarm: steps in a row that it held}
+    _clean: Counter[str] = field(default_factory=Counter)  # {alarm: steps in a row that it did not}
+    # {role: its usual number of workers, and since when there are fewer}
+    _workers: dict[str, tuple[int, float | None]] = field(default_factory=dict)
+    _failures: set[str] = field(default_factory=set)  # kinds that have been raised
 
     def see_row(self, row: Row) -> list[AlarmChange]:
-        """Take in the metrics of the step that has just ended."""
+        """Take the metrics of the step that has just ended."""
         self._rows.append(row)
         changes = []
         for name, (num_steps, tell) in CONDITIONS.items():
@@ -74,36 +67,33 @@ class Alarms:
         return changes + self._see_failed(row.get("perc_failed_samples"))
 
     def see_failures(self, failures: Mapping[str, str]) -> list[AlarmChange]:
-        """Take in why groups were dropped: each kind is raised once in a run."""
+        """Take why groups were dropped, {kind: sentence}; each kind is raised once in a run."""
         new = {kind: failures[kind] for kind in failures if kind not in self._failures}
         self._failures |= new.keys()
         self._clean[GROUPS_FAIL] = 0 if new else self._clean[GROUPS_FAIL]
         return [change for kind in new for change in self._raise(kind, new[kind], GROUPS_FAIL)]
 
     def _see_failed(self, share: float | int | None) -> list[AlarmChange]:
-        """All kinds are over when no group has failed for a few steps."""
+        """Clear all kinds when no group has failed for `NUM_CLEAN` steps."""
         self._clean[GROUPS_FAIL] = 0 if share else self._clean[GROUPS_FAIL] + (share is not None)
         if self._clean[GROUPS_FAIL] < NUM_CLEAN:
             return []
         return [change for kind in self._failures for change in self._clear(kind, GROUPS_FAIL)]
 
     def see_workers(self, workers: Mapping[str, int], *, now_s: float) -> list[AlarmChange]:
-        """Take in how many workers each role has; times are of one clock."""
+        """Take the number of workers by role; times are of one clock."""
         changes = []
-        for role in {*self._fleets, *workers}:
-            fleet, count = self._fleets.setdefault(role, _Fleet()), workers.get(role, 0)
-            name = f"fleet_shrank_{role}"
-            if count >= fleet.size:
-                self._fleets[role] = _Fleet(count)
+        for role in {*self._workers, *workers}:
+            name, count = f"fleet_shrank_{role}", workers.get(role, 0)
+            usual, shrunk_at_s = self._workers.get(role, (0, None))
+            shrunk_at_s = now_s if shrunk_at_s is None else shrunk_at_s
+            if count >= usual or now_s - shrunk_at_s >= SETTLED_S:
+                self._workers[role] = count, None
                 changes += self._clear(name)
-                continue
-            fleet.shrunk_at_s = now_s if fleet.shrunk_at_s is None else fleet.shrunk_at_s
-            away_s = now_s - fleet.shrunk_at_s
-            if away_s >= SETTLED_S:
-                self._fleets[role] = _Fleet(count)
-                changes += self._clear(name)
-            elif away_s >= SHRUNK_S:
-                changes += self._raise(name, _shrunk(role, fleet.size, count))
+            else:
+                self._workers[role] = usual, shrunk_at_s
+                if now_s - shrunk_at_s >= SHRUNK_S:
+                    changes += self._raise(name, _shrunk(role, usual, count))
         return changes
 
     def _raise(self, name: str, sentence: str, alarm: str = "") -> list[AlarmChange]:
@@ -126,41 +116,41 @@ def _shrunk(role: str, size: int, count: int) -> str:
 
 
 class AlarmLog:
-    """Follows a run; the thread that trains and the one that watches may both tell it.
+    """Logs and writes the alarms of a run. The training thread and the watching one may call it.
 
-    Raises `ConfigError` when its file cannot be opened; a disk that refuses later costs lines only.
+    Raises `ConfigError` when its file cannot be opened; a later disk error loses lines only.
     """
 
     def __init__(self, folder: Path, *, num_raised: int = 0, metrics: Path | None = None) -> None:
-        """`num_raised`: in earlier parts of the run, whose `metrics` say which alarms hold."""
+        """`num_raised`: alarms of earlier parts of the run, whose file of metrics is `metrics`."""
         self.num_raised = num_raised
         self.file = JsonlWriter(folder / ALARMS_FILE)
         self._alarms = Alarms()
         self._step: float | int | None = None
         self._lock = threading.Lock()
         for row in _last_rows(metrics) if metrics else ():
-            self._alarms.see_row(row)  # which its log and its file know of
+            self._alarms.see_row(row)  # logged and written by the earlier part
 
     @property
     def active(self) -> tuple[str, ...]:
-        """What is wrong now, in sentences."""
+        """The sentences of the active alarms."""
         with self._lock:
             return tuple(self._alarms.active.values())
 
     def see_row(self, row: Row) -> dict[str, int]:
-        """Take in a step's metrics; returns those of the alarms themselves."""
+        """Take the metrics of a step; returns the metrics of the alarms."""
         with self._lock:
             self._step = row.get("step")
             self._tell(self._alarms.see_row(row))
             return {"alarms": len(self._alarms.active), "alarms_raised": self.num_raised}
 
     def see_workers(self, workers: Mapping[str, int], *, now_s: float) -> None:
-        """Take in how many workers each role has; times are of one clock."""
+        """Take the number of workers by role; times are of one clock."""
         with self._lock:
             self._tell(self._alarms.see_workers(workers, now_s=now_s))
 
     def see_failures(self, failures: Mapping[str, str]) -> None:
-        """Take in why groups were dropped, a sentence a kind."""
+        """Take why groups were dropped, {kind: sentence}."""
         with self._lock:
             self._tell(self._alarms.see_failures(failures))
 
@@ -183,8 +173,8 @@ class AlarmLog:
 
 
 def _last_rows(path: Path) -> Iterator[Row]:
-    """Those that alarms are made of, and as many before them: one may have held for long."""
+    """The last rows that conditions need, and as many before: an alarm may have held for long."""
     with contextlib.suppress(OSError), path.open("rb") as file:
         for line in deque(file, maxlen=2 * NUM_KEPT):
-            with contextlib.suppress(ValueError):  # a line that a full disk has cut
+            with contextlib.suppress(ValueError):  # a line cut by a full disk
                 yield json.loads(line)

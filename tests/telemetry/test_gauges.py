@@ -45,7 +45,7 @@ def write_run(folder):
 
 
 def test_each_metric_has_the_name_of_the_page_and_none_without_a_value_is_served(tmp_path):
-    found = {point.name for point in points(ROW, run="a")}
+    found = {name for name, _, _ in points(ROW, run="a")}
     assert {metric.name for metric in METRICS} - found == {"kl"}
     code, lines = compared(served(*found), write_run(tmp_path))
     assert (code, lines[-1][-7:]) == (0, "0 wrong")
