@@ -1,7 +1,7 @@
-"""Says in words what a run's steps take their time for, and what would make them shorter. Pure.
+"""Says what a run's steps spend their time on, and what would make them shorter. Pure.
 
-The shares are means over the last steps. Another cause than the one that is shown must lead for
-several steps in a row before it is shown: a display that changes with every step tells nothing.
+The shares are means over the last steps. A new cause must lead for several steps in a row before it
+is shown, so that the display does not change with every step.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from enum import Enum
 Row = Mapping[str, float | int | None]
 
 NUM_AVERAGED = 8  # steps
-NUM_BEFORE = 2  # steps from which nothing is concluded: engines and ranks warm up
-NUM_HELD = 3  # steps in a row in which another cause leads before it is shown
-MUCH = 0.15  # of the wall clock, waited by trainers: less is noise
-LARGE = 0.2  # of the wall clock, of every other kind
-FEW = 0.15  # of a step's samples, in generation at a time: the others have ended
+NUM_BEFORE = 2  # first steps, which are ignored: engines and ranks warm up
+NUM_HELD = 3  # steps in a row that a new cause must lead before it is shown
+MUCH = 0.15  # share of the wall clock that trainers wait: less is noise
+LARGE = 0.2  # share of the wall clock, for every other kind of time
+FEW = 0.15  # share of a step's samples in generation at a time: the others have ended
 
 
 class StepCause(Enum):
-    """What more of would make steps shorter."""
+    """The stage that limits the steps."""
 
     GENERATION = "generation"
     STRAGGLERS = "long outputs"
@@ -39,7 +39,7 @@ class StepCause(Enum):
 
 WAITED = "trainers waited {waiting:.0%} of the time for samples"
 IDLE = "generators stood idle {generators_idle:.0%}"
-# Of each cause: what was measured; what it means, and what helps.
+# {cause: (what was measured, what it means and what helps)}
 WORDS: Mapping[StepCause, tuple[str, str]] = {
     StepCause.GENERATION: (
         WAITED + ", {generating:.0f} of which were in generation at a time",
@@ -94,8 +94,8 @@ class Shares:
     publishing: float  # rank 0
     checkpointing: float  # rank 0
     evaluating: float  # rank 0
-    generators_idle: float  # no sample in generation, or queued for it
-    syncing: float  # from new weights to their last worker
+    generators_idle: float  # while no sample was in generation or queued for it
+    syncing: float  # from the announcement of new weights to the last worker's acknowledgement
     generating: float  # samples at a time, those in a queue included
     verifying: float  # likewise
     scoring: float  # likewise
@@ -103,7 +103,7 @@ class Shares:
 
 
 def shares_of(rows: Sequence[Row]) -> Shares | None:
-    """Means of `rows` by wall clock; None without a pipeline, as of supervised training.
+    """Means of `rows`, weighted by wall clock; None for rows of an algorithm without a pipeline.
 
     >>> row = {"seconds": 2.0, "seconds_waiting": 1.0, "generator_idle_fraction": 0.25}
     >>> shares = shares_of([row, row | {"seconds": 6.0}])
@@ -136,10 +136,10 @@ def shares_of(rows: Sequence[Row]) -> Shares | None:
 
 
 def cause_of(shares: Shares) -> StepCause:
-    """What holds the steps up.
+    """The stage that limits the steps.
 
-    A trainer that waits waits for the stage in which most samples are at a time: by Little's law
-    (1961) they spend most of their way there. Where generators stand still too, both wait: for new
+    A waiting trainer waits for the stage with the most samples in it at a time: by Little's law
+    (1961) samples spend most of their time there. Where generators idle too, both wait: for new
     weights, or for each other at the edge of the staleness window.
     """
     if shares.waiting >= MUCH:
@@ -174,18 +174,18 @@ def in_words(cause: StepCause, shares: Shares) -> str:
 
 
 class Bottleneck:
-    """Follows a run by its metrics, a step at a time."""
+    """The cause that is shown, kept by the metrics of each step."""
 
     def __init__(self) -> None:
-        self.sentence = ""  # of the cause that is shown; empty at first
+        self.sentence = ""  # of `cause`; empty at first
         self.cause: StepCause | None = None
         self._rows: deque[Row] = deque(maxlen=NUM_AVERAGED)
         self._num_seen = 0
         self._contender: StepCause | None = None
-        self._num_led = 0  # steps in a row in which it led
+        self._num_led = 0  # steps in a row in which the contender led
 
     def see_row(self, row: Row) -> bool:
-        """Take in a step's metrics; whether another cause is shown from now on."""
+        """Take the metrics of a step; True if another cause is shown from now on."""
         self._num_seen += 1
         if self._num_seen <= NUM_BEFORE:
             return False
@@ -205,7 +205,7 @@ class Bottleneck:
 
 
 def _sync_seconds(rows: Sequence[Row]) -> float:
-    """Of each sync once: every line tells the latest, until there is another.
+    """Seconds of the syncs in `rows`, each counted once: rows repeat the latest sync.
 
     >>> lines = [(4, 1.5), (4, 1.5), (5, 2.0)]
     >>> _sync_seconds([{"sync_batches": n, "sync_seconds": s} for n, s in lines])

@@ -1,7 +1,7 @@
-"""The evaluations of a run: which are due, and each in numbers: rates, pass@k, their intervals.
+"""The evaluations of a run: which are due, and each one's rates, pass@k and their intervals.
 
-Each that is due has one line in the end, in `evaluation_metrics.jsonl`, of the step whose weights
-it tells of.
+Each evaluation that is due gets exactly one line in `evaluation_metrics.jsonl`, under the step of
+its weights.
 
 Legend: Q graded questions, M statistics.
 """
@@ -32,7 +32,7 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True, slots=True)
 class DueEvaluation:
-    """An evaluation that is due, and where the run was with its weights."""
+    """An evaluation that is due, and the run's totals when its weights were published."""
 
     set: str
     batch: int
@@ -44,15 +44,15 @@ class DueEvaluation:
 
 @dataclass(frozen=True, slots=True)
 class BestEvaluation:
-    """The best evaluation so far, as best_checkpoint.json tells it."""
+    """The best evaluation so far, as best_checkpoint.json holds it."""
 
     metric: str
     value: float
-    batch: int  # batches in its weights
+    batch: int  # completed batches of its weights
 
 
 class EvaluationRecord:
-    """Of rank 0; kept in checkpoints, so that a resumed run knows what was left undone."""
+    """The evaluations of a run, on rank 0. Checkpoints keep its `state` for a resumed run."""
 
     def __init__(
         self,
@@ -66,9 +66,10 @@ class EvaluationRecord:
         write: Callable[[Row], None],
         write_best: Callable[[BestEvaluation], None],
     ) -> None:
-        """`is_due`: a set after so many batches. `metric`, of `best_set`, tells the best one.
+        """`is_due(set, batches)`: whether to evaluate a set after so many batches.
 
-        `saved`: the `state` of the run that goes on. `write_best` hears of a new best one.
+        The best evaluation is that of `best_set` with the largest `metric`; `write_best` is called
+        with each new one. `saved`: the `state` of a run that is resumed.
         """
         self._is_due, self._best_set, self._metric = is_due, best_set, metric
         self._has_types = has_types
@@ -79,20 +80,20 @@ class EvaluationRecord:
         self._open = {
             (due["set"], due["batch"]): DueEvaluation(**due) for due in saved.get("open", ())
         }
-        self.newest = 0  # batches in the weights that were published last
-        # Batches whose checkpoints stay: the best one, and whatever may turn out to be. It is made
-        # anew with every change, for another thread reads it.
+        self.newest = 0  # completed batches of the weights that were published last
+        # Batches whose checkpoints are kept: the best one, and each that may become it. Replaced
+        # with every change, because another thread reads it.
         self.spared = self._to_spare()
 
     def state(self) -> dict[str, object]:
-        """What is due and has no line, and the best so far."""
+        """The evaluations that are due and have no line, and the best so far."""
         best = dataclasses.asdict(self._best) if self._best else None
         return {"open": [dataclasses.asdict(due) for due in self._open.values()], "best": best}
 
     def published(self, batches: int, *, evaluates: bool = False, **totals: Any) -> None:
-        """Weights go out; those of an evaluation that is due are noted with the run's `totals`.
+        """Weights are published: note the evaluations that are due, with the run's `totals`.
 
-        `evaluates`: all sets are due, for somebody has asked for it.
+        `evaluates`: all sets are due, by a user's request.
         """
         self.newest = batches
         for name, found in self._sets.items():
@@ -101,9 +102,9 @@ class EvaluationRecord:
         self.spared = self._to_spare()
 
     def ended(self, result: EvaluationResult) -> Row | None:
-        """The line of a result, which is written; None where it has one already.
+        """Write the line of a result and return it; None if it has one already.
 
-        A controller that takes another's place evaluates the weights again that it is given.
+        That happens when a new controller evaluates again the weights that it is given.
         """
         due = self._open.pop((result.name, result.version.batches), None)
         if due is None:
@@ -117,7 +118,10 @@ class EvaluationRecord:
         return row
 
     def lost(self, reason: str, *, but: int | None = None) -> None:
-        """What is open has come to nothing; `but` these batches, which are evaluated again."""
+        """Write a line for each open evaluation, with the `reason` why it was not done.
+
+        `but`: completed batches of weights that will be evaluated again.
+        """
         for due in list(self._open.values()):
             found = self._sets.get(due.set)
             if found and (due.batch != but or not self._is_due(found, due.batch)):
@@ -125,7 +129,7 @@ class EvaluationRecord:
                 self.ended(EvaluationResult.without(due.set, version, found.samples, why=reason))
 
     def _compare(self, row: Row) -> None:
-        """Of two equal ones the earlier stays the best."""
+        """Keep the best evaluation; of two equal ones, the earlier."""
         metric = self._metric
         value = row.get(metric) if metric else None
         if value is not None and (
@@ -146,10 +150,10 @@ class EvaluationRecord:
 
 
 def evaluation_row(result: EvaluationResult, found: EvaluationSet, *, has_types: bool) -> Row:
-    """What a line of evaluation_metrics.jsonl holds of one set, and of each type in it.
+    """The numbers of one set in a line of evaluation_metrics.jsonl.
 
-    Names of a named set end in /NAME, those of a type in /TYPE; `has_types`: the unnamed set tells
-    of each type.
+    Names of a named set end in /NAME. `has_types`: the unnamed set also has numbers of each type of
+    questions, whose names end in /TYPE.
     """
     span = dict.fromkeys((str(result.oldest), str(result.newest)))
     row: Row = {
@@ -170,7 +174,7 @@ def evaluation_row(result: EvaluationResult, found: EvaluationSet, *, has_types:
 
 
 def in_words(row: Row) -> str:
-    """A line for people.
+    """A row of `evaluation_row` as a sentence.
 
     >>> in_words({"set": "math", "batch": 20, "skipped": "it was not done"})
     'nothing is evaluated of math after batch 20: it was not done'
@@ -214,7 +218,7 @@ def _measured(result: EvaluationResult, found: EvaluationSet) -> Row:
 
 
 def _values(graded: Sequence[QuestionOutcome], ks: Sequence[int]) -> Floats:
-    """[Q, M] of each question, in the order of their names."""
+    """The statistics of each question, [Q, M]: `WITH_INTERVAL`, then pass@k for each k."""
     rows = [
         [
             each.num_correct / each.num_samples,
@@ -237,9 +241,9 @@ def _known(value: float) -> float | None:
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """The chance that one at least of `k` samples is correct, unbiased (Chen et al. 2021, eq. 1).
+    """The chance that at least one of `k` samples is correct, unbiased (Chen et al. 2021, eq. 1).
 
-    1 - C(n - c, k) / C(n, k), as a product of c factors: no binomial is ever computed.
+    1 - C(n - c, k) / C(n, k), as a product of c factors, which cannot overflow.
     Raises `ValueError` unless 1 <= k <= n and 0 <= c <= n.
 
     >>> pass_at_k(4, 1, 1), pass_at_k(4, 1, 2), pass_at_k(4, 3, 2)
@@ -258,15 +262,15 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
 
 def bootstrap_intervals(values: Floats, *, seed: int) -> tuple[Floats, Floats]:
-    """Where the means of `values` [Q, M] may lie, as (low [M], high [M]) of 95 %.
+    """95 % confidence intervals of the means of `values` [Q, M], as (low [M], high [M]).
 
     Percentiles of the means of resampled questions (Efron 1979): samples of one question depend on
-    each other, questions do not. All statistics see the same resamples. NaN without questions.
+    each other, questions do not. All statistics use the same resamples. NaN without questions.
     """
     num_questions, num_statistics = values.shape
     if not num_questions:
         return np.full(num_statistics, np.nan), np.full(num_statistics, np.nan)
-    # Raw words, because only bit generators promise the same numbers for ever.
+    # Raw words, because only bit generators promise the same numbers in every version of numpy.
     words = np.random.Philox(key=seed)
     means = np.empty((NUM_RESAMPLES, num_statistics))
     for resample in means:

@@ -1,7 +1,7 @@
-"""Remembers what went wrong while a run still went on: the first of it explains what follows. Pure.
+"""Remembers what went wrong during a run, so that its end can name the first cause. Pure.
 
-A worker that dies makes everything behind it stall; the deadline that ends the run then names the
-stall. What has been put right since explains nothing.
+A worker that dies stalls all stages behind it, and the deadline that ends the run names the stall.
+An incident that was put right since, as by a new worker, explains nothing.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from async_grpo.types import PipelineStatus, WorkerInfo
 
 NUM_KEPT = 20
-NUM_WORKERS_KNOWN = 1000  # of those that have been members: restarts make new ones
+NUM_WORKERS_KNOWN = 1000  # past and present members: each restart adds one
 
 
 @dataclass(frozen=True, slots=True)
 class Incident:
-    """Something that went wrong, and who it was."""
+    """Something that went wrong, and the worker that it happened to."""
 
     at_s: float
     role: str
@@ -27,19 +27,19 @@ class Incident:
 
 
 class Incidents:
-    """Follows a run by its statuses and its registries' members; all times are of one clock."""
+    """The incidents of a run, by its statuses and registered workers; times are of one clock."""
 
     def __init__(self) -> None:
         self.status: PipelineStatus | None = None
-        self.moved_at_s: float | None = None  # when the last good answer was seen
+        self.moved_at_s: float | None = None  # when the last answer of a worker was seen
         self.latest: deque[Incident] = deque(maxlen=NUM_KEPT)
         self._members: dict[str, dict[str, WorkerInfo]] = {}
         self._known: dict[str, WorkerInfo] = {}
-        self._lost: dict[str, deque[Incident]] = {}  # by role, those not replaced yet
+        self._lost: dict[str, deque[Incident]] = {}  # by role: losses that are not replaced yet
         self._problem: Incident | None = None
 
     def see_status(self, status: PipelineStatus, *, now_s: float) -> None:
-        """Take in what every stage is doing."""
+        """Take a new status of the pipeline."""
         if self.status is None or status.answers != self.status.answers:
             self.moved_at_s = now_s
         self.status = status
@@ -53,7 +53,7 @@ class Incidents:
     def see_members(
         self, role: str, members: Sequence[WorkerInfo], fenced: Mapping[str, str], *, now_s: float
     ) -> None:
-        """Take in who is registered, and why others no longer are."""
+        """Take the registered workers of a role, and why others were fenced, {id: reason}."""
         before = self._members.get(role, {})
         now = {member.worker_id: member for member in members}
         self._members[role] = now
@@ -69,9 +69,9 @@ class Incidents:
             lost.popleft()
 
     def first_cause(self) -> Incident | None:
-        """The earliest incident that still explains why nothing moves, None when there is none.
+        """The earliest incident that explains why no answer comes; None if none does.
 
-        A lost worker explains it if its role has no worker left.
+        The loss of a worker does so only while its role has no worker left.
         """
         lost = [
             losses[0] for role, losses in self._lost.items() if losses and not self._members[role]

@@ -1,4 +1,4 @@
-"""Files that people read while they are written: whole lines only, or the whole file at once."""
+"""JSON files that can be read while they are written: by whole lines, or replaced as a whole."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ logger = logging.getLogger(__name__)
 
 
 def to_json(value: object, *, indent: int | None = None) -> bytes:
-    """`value` as JSON without NaN: numbers that are not finite become null, paths become text, and
-    what numpy holds becomes numbers and lists.
+    """`value` as JSON. Numbers that are not finite become null, paths become text, numpy's arrays
+    and scalars become lists and numbers.
 
     >>> to_json({"loss": float("nan"), "text": "naïve"}).decode()
     '{"loss": null, "text": "naïve"}'
     """
     text = json.dumps(_plain(value), ensure_ascii=False, indent=indent)
-    # A lone surrogate in a model's text has no UTF-8; written as \udc80 it is JSON and comes back.
+    # A lone surrogate in a model's text has no UTF-8; written as \udc80 it is JSON and reads back.
     return text.encode("utf-8", errors="backslashreplace")
 
 
@@ -40,9 +40,9 @@ def _plain(value: Any) -> object:
 
 
 class JsonlWriter(LineFile):
-    """Appends one JSON object a line to a file that a run goes on with, or begins.
+    """Appends one JSON object a line to a new or existing file.
 
-    Raises `ConfigError` when the file cannot be opened; a disk that refuses later costs lines only.
+    Raises `ConfigError` when the file cannot be opened; a later disk error loses lines only.
     """
 
     def __init__(self, path: Path) -> None:
@@ -56,7 +56,7 @@ class JsonlWriter(LineFile):
         self.append(to_json(row) + b"\n")
 
     def close(self) -> None:
-        """Tell how many lines were lost, if any were."""
+        """Log how many lines were lost, if any were."""
         if self.num_lost:
             logger.warning("%s lacks %d lines", self.path, self.num_lost)
 
@@ -73,17 +73,14 @@ def write_json_atomic(path: Path, value: Mapping[str, object], *, mode: int = 0o
 
 
 class NewRows:
-    """The whole lines of a file that another process writes, which were not read yet.
-
-    A file that was cut is read anew.
-    """
+    """Reads the lines that another process appends to a file. A file that was cut is read anew."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
         self._num_read = 0  # bytes
 
     def read(self) -> list[dict[str, Any]]:
-        """In order; none while there is no file."""
+        """The whole lines since the last call, in order; none while there is no file."""
         try:
             with self._file.open("rb") as file:
                 if file.seek(0, 2) < self._num_read:

@@ -1,7 +1,7 @@
 """From sums to one line of `training_metrics.jsonl`.
 
-Batcher and trainer ranks only ever add up; the quotients of `schema.METRICS` are taken here, once,
-after everything has been merged. That is why no metric depends on the partition of the samples.
+Batcher and trainer ranks only add; the quotients of `schema.METRICS` are taken here, once, after
+all sums have been merged. So no metric depends on how samples were spread over ranks.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from async_grpo.types.metrics import Metric
 
 Sums = Mapping[str, float | None]
 Row = dict[str, float | int | None]
-TIMED_OUT = ("generation timeout", "environment: timeout")  # what the user's limits drop
+TIMED_OUT = ("generation timeout", "environment: timeout")  # samples dropped by the user's limits
 ENDS = ("trained", "zero_contribution", "failed")  # the fates of samples that are not done again
-COUNTS = re.compile(r"lag_\d+_(samples|tokens)|lost_(turns|tokens)_.+")  # as many as there are
+COUNTS = re.compile(r"lag_\d+_(samples|tokens)|lost_(turns|tokens)_.+")  # counts with open names
 
 
 def metrics_row(
@@ -28,12 +28,12 @@ def metrics_row(
     tokens: Mapping[str, int],
     declared: Sequence[Metric] = (),
 ) -> Row:
-    """One line of the metrics file: every metric of the schema, those that its algorithm has
-    `declared`, then counts that nobody can list.
+    """One line of the metrics file: every metric of the schema, the metrics that the algorithm has
+    `declared`, then counts whose names depend on the run.
 
-    `sums`: those of the step's samples, of all ranks, and the facts of `schema.StepFacts`.
-    Those of `schema.OF_TYPES` follow for each type, as `avg_reward/TYPE`, those of `OF_RANKS` for
-    each rank, as `peak_process_bytes/rank_0`.
+    `sums`: of the step's samples, over all ranks, and the facts of `schema.StepFacts`.
+    The metrics of `schema.OF_TYPES` follow for each type, as `avg_reward/TYPE`, and those of
+    `OF_RANKS` for each rank, as `peak_process_bytes/rank_0`.
     The counts are `fate_<name>`, `failed_<why>` and `discarded_<why>` where there are any, the same
     in tokens as `token_fate_<name>` and `token_fate_<name>_<why>`, `lost_turns_<why>`,
     `lost_tokens_<why>`, `lag_<n>_samples` and `lag_<n>_tokens`.
@@ -74,10 +74,10 @@ def _of_ranks(sums: Sums) -> Row:
 
 
 def effective_tokens(sums: Sums) -> float | None:
-    """Tokens that weigh as much as all with their importance ratios (Kish's sample size).
+    """The effective number of tokens under their importance ratios (Kish's sample size).
 
-    (sum of ratios) squared by the sum of squares, out of sums over all ranks: a mean of the ranks'
-    own values would be another number. None without them.
+    (sum of ratios) squared by the sum of squares, out of sums over all ranks: a mean of each rank's
+    value would be another number. None without ratios.
 
     >>> effective_tokens({"mismatch_ratio_sum": 1 + 1 + 4, "mismatch_ratio_square_sum": 1 + 1 + 16})
     2.0
@@ -100,7 +100,7 @@ def _value(metric: Metric, known: Mapping[str, float | None]) -> float | int | N
 
 
 def _found_counts(sums: Sums) -> dict[str, int]:
-    """Samples and tokens by lag: as many keys as --max-staleness allows; and what was lost.
+    """Samples and tokens by lag, and turns and tokens that were lost, by cause.
 
     >>> _found_counts({"lag_0_samples": 6.0, "lag_1_tokens": 40.0, "lag_sum": 3.0, "lag_max": 1.0})
     {'lag_0_samples': 6, 'lag_1_tokens': 40}
@@ -110,7 +110,7 @@ def _found_counts(sums: Sums) -> dict[str, int]:
 
 
 def _resampled(sums: Sums) -> Row:
-    """Shares of the groups that were sampled again, by why.
+    """Shares of the groups that were sampled again, by cause.
 
     >>> _resampled({"sampled_groups": 8.0, "resampled_groups_worker died": 2.0})
     {'perc_resampled_groups_worker_died': 0.25}
@@ -122,7 +122,7 @@ def _resampled(sums: Sums) -> Row:
 
 
 def _counts(start: str, counts: Mapping[str, int]) -> dict[str, int]:
-    """Keys that every tracker accepts as a name.
+    """`counts` under names that every tracker accepts.
 
     >>> _counts("fate_", {"trained": 6, "zero_contribution": 2})
     {'fate_trained': 6, 'fate_zero_contribution': 2}

@@ -1,4 +1,4 @@
-"""The dump of samples: the newest lines under the name that the user gave, older files numbered.
+"""The dump of samples: the newest lines in the file that the user named, older files numbered.
 
 samples.1.jsonl  samples.2.jsonl  samples.jsonl
 """
@@ -12,18 +12,18 @@ from pathlib import Path
 from async_grpo.telemetry.jsonl import to_json
 from async_grpo.util.files import LineFile, replacing
 
-NUM_FILES = 4  # among which the room for a dump is divided
+NUM_FILES = 4  # files that share the space of a dump
 UNLIMITED = float("inf")
 
 
 class SampleDump:
-    """Appends one line a sample, a group at once.
+    """Appends a line for each sample, a group at a time.
 
-    A disk that refuses costs samples of the dump, not the run; `take_notices` says so.
+    A disk error loses samples of the dump and not the run; `take_notices` reports it.
     """
 
     def __init__(self, path: Path, *, max_bytes: float = UNLIMITED, unit: str = "samples") -> None:
-        """`unit` is what a line holds, in the plural."""
+        """`unit`: what a line holds, in the plural, for notices."""
         self._path = path
         self._max_file_bytes = max_bytes / NUM_FILES
         self._notices: list[str] = []
@@ -35,13 +35,13 @@ class SampleDump:
         return self._lines.num_lost
 
     def take_notices(self) -> tuple[str, ...]:
-        """What people should hear of since the last call, in sentences."""
+        """The notices for users since the last call, in sentences."""
         notices = tuple(self._notices)
         self._notices.clear()
         return notices
 
     def cut_back(self, first: int) -> None:
-        """Remove what is there of slots from ordinal `first` on: they are sampled again."""
+        """Remove the lines of slots from ordinal `first` on, which are sampled again."""
         try:
             _drop_from(self._path, first)
         except OSError as error:
@@ -52,13 +52,13 @@ class SampleDump:
             )
 
     def write(self, lines: Sequence[Mapping[str, object]]) -> None:
-        """The samples of one group, as `batching.sample_log` describes them."""
+        """Append the samples of one group, as `batching.sample_log` describes them."""
         content = b"".join(to_json(line) + b"\n" for line in lines)
         self._make_room(len(content))
         self._lines.append(content, number=len(lines))
 
     def _make_room(self, num_bytes: int) -> None:
-        """Begin another file when `num_bytes` are too many for the newest."""
+        """Begin another file if the newest has no space for `num_bytes`."""
         path = self._path
         try:
             size_bytes = path.stat().st_size if path.exists() else 0
@@ -66,14 +66,14 @@ class SampleDump:
                 for file in _rotate(path):
                     self._notices.append(f"{file} was removed, so that --dump-max-gib is kept")
         except OSError as error:
-            self._max_file_bytes = UNLIMITED  # said once, and not tried again
+            self._max_file_bytes = UNLIMITED  # one notice, and no further attempt
             self._notices.append(
                 f"{path} grows beyond --dump-max-gib, for it cannot be renamed: {error}"
             )
 
 
 def dump_files(path: Path) -> list[Path]:
-    """Those of the dump at `path` that exist, the oldest first."""
+    """The existing files of the dump at `path`, the oldest first."""
     if not path.parent.is_dir():
         return []
     names = re.compile(re.escape(path.stem) + r"\.(\d+)" + re.escape(path.suffix))
@@ -83,7 +83,7 @@ def dump_files(path: Path) -> list[Path]:
 
 
 def _rotate(path: Path) -> list[Path]:
-    """Give the newest file a number, so that another begins; the oldest, which were removed."""
+    """Number the newest file, so that another begins; returns the old files that were removed."""
     *older, _ = dump_files(path)
     last = int(older[-1].stem.rpartition(".")[2]) if older else 0
     path.rename(path.with_name(f"{path.stem}.{last + 1}{path.suffix}"))
@@ -94,7 +94,7 @@ def _rotate(path: Path) -> list[Path]:
 
 
 def _drop_from(path: Path, first: int) -> None:
-    """Remove the lines of slot `first` and of later ones from a dump, in one step a file."""
+    """Remove the lines of slots from ordinal `first` on, replacing each file atomically."""
     for file in dump_files(path):
         with file.open("rb") as old:
             if not all(_is_earlier(line, first) for line in old):
@@ -104,7 +104,7 @@ def _drop_from(path: Path, first: int) -> None:
 
 
 def _is_earlier(line: bytes, first: int) -> bool:
-    r"""Whether a line is whole, and of a slot before `first`.
+    r"""Whether a line is complete and belongs to a slot before `first`.
 
     >>> _is_earlier(b'{"batch": 2, "ordinal": 9, "attempt": 0}\n', 10)
     True
@@ -118,17 +118,17 @@ def _is_earlier(line: bytes, first: int) -> bool:
 
 
 def steps_file(path: Path) -> Path:
-    """What was trained in which gradient step of the samples in the dump `path`, a line a step."""
+    """The file that says which samples of the dump `path` each gradient step trained."""
     return path.with_name(f"{path.stem}.steps{path.suffix}")
 
 
 def tokens_file(path: Path, rank: int) -> Path:
-    """The tokens of them that a rank has trained, with --dump-token-columns."""
+    """The file of the tokens of the dump that a rank has trained, with --dump-token-columns."""
     return path.with_name(f"{path.stem}.rank_{rank}{path.suffix}")
 
 
 def token_files(path: Path) -> list[Path]:
-    """All of these that exist, of each rank the oldest first."""
+    """The existing files of `tokens_file`, rank by rank, the oldest first."""
     names = re.compile(re.escape(path.stem) + r"\.rank_(\d+)" + re.escape(path.suffix))
     found = path.parent.iterdir() if path.parent.is_dir() else ()
     ranks = sorted(int(match[1]) for file in found if (match := names.fullmatch(file.name)))
@@ -136,5 +136,5 @@ def token_files(path: Path) -> list[Path]:
 
 
 def all_files(path: Path) -> list[Path]:
-    """Everything of the dump `path` that exists."""
+    """All existing files of the dump `path`."""
     return [*dump_files(path), *dump_files(steps_file(path)), *token_files(path)]

@@ -14,12 +14,12 @@ from async_grpo.types.metrics import Metric, Unit, Window
 
 
 def fact(unit: Unit, label: str, *, window: Window = "step") -> Metric:
-    """A sum, or a fact of the step, that is a metric under its own name."""
+    """A metric that is a sum, or a fact of the step, of the same name."""
     return Metric("", "", "", unit, label, "", window)
 
 
 def quotient(numerator: str, denominator: str, unit: Unit, label: str) -> Metric:
-    """One sum by another; by none where that is empty."""
+    """A metric that is one sum divided by another; an empty `denominator` divides by nothing."""
     return Metric("", numerator, denominator, unit, label, "")
 
 
@@ -331,7 +331,7 @@ class Evaluation:
 
 
 def _declared_in(section: type) -> tuple[Metric, ...]:
-    """Its metrics, each with the name of the attribute and the string below it as its meaning."""
+    """The metrics of a section, named by their attributes; the string below each is its meaning."""
     docs = attribute_docs(section)
     return tuple(
         replace(metric, name=name, numerator=metric.numerator or name, meaning=docs[name])
@@ -350,15 +350,15 @@ OF_TYPES = (
     "avg_output_tokens", "perc_truncated_samples", "perc_unscorable_samples",
     "perc_failed_samples", "num_replacements",
 )  # fmt: skip
-"""What is said of each type of questions that has a data file, too, as `avg_reward/TYPE`."""
+"""Metrics that each type of questions with a data file also has, as `avg_reward/TYPE`."""
 OF_RANKS = ("peak_process_bytes", "peak_device_bytes")
-"""What is said of each rank, too."""
+"""Metrics that each rank also has."""
 METRICS = tuple(METRIC_BY_NAME[name] for name in METRIC_BY_NAME if name not in vars(Evaluation))
-"""Those of a gradient step."""
+"""The metrics of a gradient step."""
 
 
 def axis_label(name: str) -> str:
-    """What a plot writes at the axis of `name`, with the unit; the name itself if unknown.
+    """The label of a plot's axis for the metric `name`, with the unit; `name` itself if unknown.
 
     >>> axis_label("avg_output_tokens"), axis_label("tokens_per_second"), axis_label("my_metric")
     ('Output length (tokens)', 'Output tokens per second', 'my_metric')
