@@ -1,6 +1,6 @@
-"""The records that travel between rooms: frozen and slotted, `dataclasses.replace` adds fields.
+"""The records that travel between packages: frozen and slotted; `dataclasses.replace` adds fields.
 
-A file a subject; everybody imports them from here.
+Each file has one subject. Import the records from here.
 """
 
 from async_grpo.types.requests import (

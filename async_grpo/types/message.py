@@ -1,4 +1,4 @@
-"""How dataclasses travel between processes: pickled in a third of the time that Ray takes alone."""
+"""How dataclasses travel between processes: pickled in a third of the time that Ray needs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 class Message:
-    """Base of frozen, slotted dataclasses: pickled by position, not by `dataclasses`' state."""
+    """Base of frozen, slotted dataclasses that are pickled by the positions of their fields."""
 
     __slots__ = ()
 
@@ -19,14 +19,14 @@ class Message:
         return type(self), self._values()
 
     def _values(self) -> tuple[object, ...]:
-        kind: Any = type(self)  # mypy takes a class with this method for one that has no hash
+        kind: Any = type(self)  # mypy takes `type[Self]` here for a type without a hash
         return _getter(kind)(self)
 
 
 class Parcel(Message):
-    """One with hundreds of objects inside: bytes for Ray, whose pickler asks Python for each.
+    """A message with hundreds of objects inside, which Ray gets as bytes: its pickler is slow.
 
-    What is inside must be importable where it arrives.
+    The classes inside must be importable where it arrives.
     """
 
     __slots__ = ()
@@ -38,13 +38,13 @@ class Parcel(Message):
 @functools.cache
 def _getter(cls: type[Any]) -> Callable[[Any], tuple[Any, ...]]:
     names = [field.name for field in dataclasses.fields(cls)]
-    if len(names) == 1:  # of one name, `attrgetter` gives the value itself
+    if len(names) == 1:  # `attrgetter` of one name returns no tuple
         return lambda message: (getattr(message, names[0]),)
     return operator.attrgetter(*names)
 
 
 def packed(values: object) -> bytes:
-    """Values without references of Ray's, which it would not see."""
+    """Pickle `values`, which must hold no reference of Ray: Ray would not count it."""
     return pickle.dumps(values, protocol=5)
 
 

@@ -1,4 +1,4 @@
-"""What a metric is: a quotient of two sums, so that it cannot depend on who added what up."""
+"""What a metric is: a quotient of two sums, so that it cannot depend on how they were added."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Window = Literal["step", "run"]
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """`name` = `numerator` / `denominator` over `window`; no denominator: the numerator itself."""
+    """`name` = `numerator` / `denominator` over `window`; without a denominator, the numerator."""
 
     name: str
     numerator: str

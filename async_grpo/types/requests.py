@@ -1,4 +1,4 @@
-"""What workers and verifiers are asked.
+"""Requests to workers and verifiers, and some answers.
 
 Legend: P prompt tokens, L output tokens, K tokens of the vocabulary, V all of them, d hidden size.
 """
@@ -23,21 +23,21 @@ PayloadKind = Literal["topk", "hidden", "logits"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GenerationRequest(Message):
-    """One question to one worker: `num_samples` outputs that share the prompt's cache."""
+    """Asks a generation worker for `num_samples` outputs, which share the prompt's KV cache."""
 
     ordinal: int
     attempt: int
     input_token_ids: NDArray[np.int32]  # [P]
     num_samples: int
     sampling: SamplingContract
-    seed: int | None = None  # None: the engine's own, faster, random state
-    lease_id: int = 0  # by which the worker's pulse tells of it
+    seed: int | None = None  # None: the engine's random state, which is faster
+    lease_id: int = 0  # the request's key in the worker's pulse
     priority: int = 0  # the engine decodes lower ones first: an evaluation has 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VerificationRequest(Message):
-    """One output to grade: everything of the question, and the text."""
+    """One output to grade, with its question."""
 
     ordinal: int
     index: int
@@ -47,16 +47,16 @@ class VerificationRequest(Message):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GradingRequest(Parcel):
-    """The outputs of one group, or some of them, to one verifier pool."""
+    """Asks a verifier pool to grade the outputs of one group, or some of them."""
 
     outputs: tuple[VerificationRequest, ...]
-    lease_id: int = 0  # by which the pool's pulse tells of it
-    rewards: tuple[str, ...] = ()  # adapters that grade them; none: all that the pool has
+    lease_id: int = 0  # the request's key in the pool's pulse
+    rewards: tuple[str, ...] = ()  # adapters that grade them; empty: all that the pool has
 
 
 @dataclass(frozen=True, slots=True)
 class Payload(Message):
-    """What a teacher's distribution over each token travels as.
+    """The form in which a teacher's distribution over each token is sent.
 
     `topk`: the K likeliest ids [L, K], their log-probabilities and the log of the rest's mass [L];
     `hidden`: the last hidden states [L, d]; `logits`: all logits [L, V].
@@ -68,13 +68,13 @@ class Payload(Message):
 
     @property
     def columns(self) -> dict[str, int]:
-        """{name: columns of each token}; 0 says one or more, as many as the teacher has."""
+        """{name: numbers for each token}; 0: as many as the teacher's width says, at least one."""
         if self.kind == "topk":
             return {"ids": self.top_k, "logprobs": self.top_k, "tail": 0}
         return {self.kind: 0}
 
     def bytes_per_token(self, *, hidden: int, logits: int) -> int:
-        """What travels of one token, of a teacher whose states and logits have so many bytes.
+        """Bytes for one token; `hidden`, `logits`: bytes of the teacher's state and logits of it.
 
         >>> Payload("topk", 64, 1.0).bytes_per_token(hidden=1152, logits=98_304)
         516
@@ -85,94 +85,94 @@ class Payload(Message):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LogprobRequest:
-    """The rows of one group, to be scored by the reference model or a teacher."""
+    """Asks the reference model or a teacher to score the rows of one group."""
 
     prompt_token_ids: tuple[NDArray[np.int32], ...]  # [P] each
     output_token_ids: tuple[NDArray[np.int32], ...]  # [L] each
     temperature: float
-    version: WeightsVersion | None  # exactly these weights; None: a teacher's own
-    lease_id: int = 0  # by which the worker's pulse tells of it
-    payload: Payload | None = None  # what else a teacher is asked
-    vocab_size: int = 0  # of the student: a payload is over the tokens that both have
+    version: WeightsVersion | None  # the weights to score with; None: a teacher's
+    lease_id: int = 0  # the request's key in the worker's pulse
+    payload: Payload | None = None  # what a teacher sends beside log-probabilities
+    vocab_size: int = 0  # of the student: a payload is over the tokens that both models have
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the packed forward that answers it: every output has its prompt."""
+        """Tokens of the packed forward pass: every output with its prompt."""
         return sum(map(len, (*self.prompt_token_ids, *self.output_token_ids)))
 
 
 @dataclass(frozen=True, slots=True)
 class HeadRequest(Message):
-    """For the head of a teacher's model, which ranks that get hidden states need."""
+    """Asks for the head of a teacher's model, which ranks need for its hidden states."""
 
     lease_id: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EpisodesRequest:
-    """The episodes of one group to one environment worker."""
+    """Asks an environment worker to play the episodes of one group."""
 
     ordinal: int
     attempt: int
     question: Question
     num_samples: int
     sampling: SamplingContract  # of each turn
-    oldest: WeightsVersion  # every turn is of these weights or of later ones
+    oldest: WeightsVersion  # every turn is sampled with these weights or later ones
     environment: UserCode
     max_row_tokens: int  # the longest prompt with its output that engine and trainer take
-    idle_timeout_s: float  # in which the environment must ask for something
+    idle_timeout_s: float  # the longest time between two requests of the environment
     run: RunId
-    model: str  # whose chat format `services.dialogue` speaks, a folder or a name on a hub
+    model: str  # with the chat format of `services.dialogue`: a folder or a name on a hub
     renderer: str  # of --renderer
-    judges: tuple[str, ...] = ()  # of --judges: whom the environment may ask
-    seed: int | None = None  # of which each turn has one of its own; None: the engine's
-    turn_timeout_s: float = 0.0  # 0: a turn, and an episode, may take as long as they move
+    judges: tuple[str, ...] = ()  # of --judges: those that the environment may ask
+    seed: int | None = None  # from which each turn's seed is made; None: the engine's state
+    turn_timeout_s: float = 0.0  # 0: a turn or an episode has no limit while it makes progress
     episode_timeout_s: float = 0.0
-    lease_id: int = 0  # under which it is played, and asks for turns
+    lease_id: int = 0  # of the episodes and their requests for turns
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlayedGroup:
-    """What an environment worker answers."""
+    """An environment worker's answer to `EpisodesRequest`."""
 
     episodes: tuple[Episode, ...]
     verdicts: tuple[Verdict, ...]
-    num_judged: int = 0  # times that several judges were asked the same
-    num_disagreed: int = 0  # of these, their verdicts were not all equal
-    # What failed -> the episodes that were played again for it, and the tokens of their turns.
+    num_judged: int = 0  # questions that went to several judges
+    num_disagreed: int = 0  # of these, questions on which their verdicts differed
+    # {cause: (episodes that were played again, tokens of their turns)}
     again: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class OutageRequest(Message):
-    """To the controller: an episode waits for a server, for as long as this is unanswered."""
+    """Tells the controller that an episode waits for a server, until this request is answered."""
 
-    dataset_type: str  # nothing of it starts or is trained meanwhile
+    dataset_type: str  # groups of this type neither start nor are trained meanwhile
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceRequest(Message):
-    """To a worker of a service of the user's own, whose answer is bytes of the same kind."""
+    """A request to a user's service, which answers in bytes of the same kind."""
 
-    content: bytes  # `message.packed`: what is inside may be known to the two ends alone
+    content: bytes  # of `message.packed`: perhaps only the two ends can import its classes
     lease_id: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class JudgeRequest:
-    """Messages, as OpenAI's, to a worker of a judge."""
+    """Messages in OpenAI's format for a judge worker."""
 
     messages: tuple[Mapping[str, object], ...]
     temperature: float
     max_tokens: int  # of the answer
-    is_again: bool = False  # the answer before was no verdict
+    is_again: bool = False  # the previous answer was no verdict
     lease_id: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class JudgeAnswer:
-    """What a judge says, and what it cost."""
+    """A judge's answer and its cost."""
 
     text: str
     num_tokens: int  # read and written

@@ -1,4 +1,4 @@
-"""Which run, what it is doing, and what somebody has asked of it while it trains."""
+"""The identity of a run, its status, and requests to it while it trains."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from async_grpo.types.message import Message
 
 
 class RunId(NamedTuple):
-    """A run, and how often a trainer has begun or gone on with one at this controller."""
+    """A run, and how often a trainer has begun or resumed one at this controller."""
 
     incarnation: int
-    epoch: int  # grows with each beginning: a call of an earlier one is refused
+    epoch: int  # grows each time: a call with an earlier one is refused
 
     def __str__(self) -> str:
         return f"{self.incarnation}, epoch {self.epoch}"
 
 
 ControlAction = Literal["set", "evaluate", "stop", "drain", "undrain"]
-AT_ONCE: tuple[ControlAction, ...] = ("drain", "undrain")  # the others wait for a batch's end
+AT_ONCE: tuple[ControlAction, ...] = ("drain", "undrain")  # the others take effect between batches
 
 
 @dataclass(frozen=True, slots=True)
 class Control(Message):
-    """One request; what is asked twice under the same `id` is done once."""
+    """A user's request to a run; two with the same `id` are carried out once."""
 
     id: str
     action: ControlAction
@@ -41,21 +41,21 @@ class Control(Message):
 
 @dataclass(frozen=True, slots=True)
 class RunStatus(Message):
-    """A run that trains, for whoever would have it do something else."""
+    """The state of a run in training, for a user who may control it."""
 
     batch: int  # the oldest that is not completed
     num_batches: int
-    options: Mapping[str, object]  # those that may be set, as they are now
+    options: Mapping[str, object]  # present values of the options that can be set
     waiting: tuple[Control, ...]  # for the end of the batch
-    workers: Mapping[str, tuple[str, bool]]  # by id: role, and whether it gets no new work
+    workers: Mapping[str, tuple[str, bool]]  # {id: (role, whether it is drained)}
 
 
 class Problem(NamedTuple):
-    """Why work is being tried again."""
+    """Why work is tried again."""
 
     stage: str
     reason: str
-    worker_id: str = ""  # whose answer was no good; empty: nobody's
+    worker_id: str = ""  # of the worker that failed; empty: none did
 
     def __str__(self) -> str:
         return f"{self.stage}: {self.reason}"
@@ -63,7 +63,7 @@ class Problem(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PipelineStatus:
-    """What every stage is doing right now, for people; counts are of samples."""
+    """What every stage does now, for users; counts are of samples."""
 
     batch: int  # the oldest batch that is not completed
     generating: int
@@ -77,13 +77,13 @@ class PipelineStatus:
     reward_sum: float  # over reward_count graded samples since the start of the current batch
     reward_count: int
     workers: Mapping[str, int] = field(default_factory=dict)  # healthy workers by role
-    worker_tokens: int = 0  # that workers have made, of answers that have come and that will
-    problem: Problem | None = None  # what the pipeline is waiting for, when it cannot move
-    warnings: tuple[str, ...] = ()  # of the rewards: the first trouble of each kind
+    worker_tokens: int = 0  # made by workers, those of unfinished answers included
+    problem: Problem | None = None  # what the pipeline waits for, when it is stalled
+    warnings: tuple[str, ...] = ()  # of the rewards: the first of each kind
     failures: Mapping[str, str] = field(default_factory=dict)  # why groups were dropped, by kind
-    controls: tuple[Control, ...] = ()  # what was asked of the run, the latest last
+    controls: tuple[Control, ...] = ()  # users' requests, the latest last
 
     @property
     def moves(self) -> tuple[int, int]:
-        """What changes as long as anything moves, however long an output is."""
+        """Counters that change while any work progresses, however long an output is."""
         return self.answers, self.worker_tokens

@@ -1,4 +1,4 @@
-"""From a question to a finished sample: token ids are the truth, text is for people and graders.
+"""From a question to a finished sample: token ids are trained, text is for users and graders.
 
 Legend: P prompt tokens, L output tokens.
 """
@@ -36,7 +36,7 @@ class Question(Message):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainingPair:
-    """One line of supervised data, tokenised; only the completion is trained."""
+    """One line of supervised data, tokenised; the loss is over the completion alone."""
 
     prompt_token_ids: NDArray[np.int32]  # [P]
     completion_token_ids: NDArray[np.int32]  # [L], with the end token
@@ -44,21 +44,21 @@ class TrainingPair:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GivenPair:
-    """A pair that is trained beside questions, with a teacher's scores."""
+    """A pair that is trained beside sampled outputs, with a teacher's scores."""
 
-    question: Question  # without an answer: nobody grades what is given
+    question: Question  # without an answer: given completions are not graded
     completion_token_ids: NDArray[np.int32]  # [L], with the end token
-    completion: str  # for people
+    completion: str  # for users
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and completion tokens: what a teacher reads."""
+        """Prompt and completion tokens, all of which a teacher reads."""
         return len(self.question.input_token_ids) + len(self.completion_token_ids)
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingContract(Message):
-    """What decides log-probabilities; shared by engine, reference and trainer."""
+    """What log-probabilities depend on; the same for engine, reference and trainer."""
 
     temperature: float
     stop_token_ids: tuple[int, ...]  # trained on, as the last token of a finished output
@@ -74,11 +74,11 @@ class Turn(Message):
     logprobs: NDArray[np.float32]  # [L] behaviour log-probability, at the sampling temperature
     weights_versions: tuple[VersionSpan, ...]  # covers [0, L)
     finish_reason: FinishReason
-    text: str  # decoded for verifiers and people, without special tokens
-    worker_id: str = ""  # of whom holds its prefix
+    text: str  # decoded for verifiers and users, without special tokens
+    worker_id: str = ""  # of the worker that has its prefix cached
 
     def stopped(self, length: int, *, text: str) -> Turn:
-        """Its first tokens, and their text: the turn of an engine that was told to stop there."""
+        """The turn cut to its first `length` tokens, whose text is `text`, as if it ended there."""
         spans = (span._replace(stop=min(span.stop, length)) for span in self.weights_versions)
         return replace(
             self,
@@ -92,17 +92,17 @@ class Turn(Message):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Row(Message):
-    """What is trained as one sequence: a prompt, then tokens of which some were sampled."""
+    """One sequence to train: a prompt, then tokens of which some were sampled."""
 
     prompt_token_ids: NDArray[np.int32]  # [P]
     token_ids: NDArray[np.int32]  # [L]
-    logprobs: NDArray[np.float32] | None  # [L] behaviour; None: nothing was sampled, but given
+    logprobs: NDArray[np.float32] | None  # [L] behaviour; None: all tokens were given
     loss_mask: NDArray[np.bool_]  # [L] False: read by the model, not trained
-    weights_versions: tuple[VersionSpan, ...]  # of what was first sampled here, in [0, L)
+    weights_versions: tuple[VersionSpan, ...]  # of tokens first sampled in this row, in [0, L)
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output tokens: what the row costs of a token budget."""
+        """Prompt and output tokens, which count against a token budget."""
         return len(self.prompt_token_ids) + len(self.token_ids)
 
     @property
@@ -118,26 +118,26 @@ class Row(Message):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Episode(Message):
-    """What became of one question: one row, unless its history was rewritten on the way."""
+    """The turns and rows of one answer to a question: one row unless its history was rewritten."""
 
     rows: tuple[Row, ...]
-    turns: tuple[Turn, ...] = ()  # in order; none where the output was given
-    is_cut: bool = False  # there was no room for another turn
-    given_text: str = ""  # of an output that was given, for people
-    # Of each turn: the number of its row, and where in its output it begins; none: only one turn.
+    turns: tuple[Turn, ...] = ()  # in order; empty where the output was given
+    is_cut: bool = False  # it ended because another turn would not have fit
+    given_text: str = ""  # of an output that was given, for users
+    # (index of its row, where it begins in the row's output) of each turn; empty: one turn.
     places: tuple[tuple[int, int], ...] = ()
-    verdict: Verdict | None = None  # what played it says of it; None: nothing
+    verdict: Verdict | None = None  # of the environment that played it; None: it gives none
 
     @classmethod
     def of_turn(cls, prompt_token_ids: NDArray[np.int32], turn: Turn) -> Episode:
-        """The prompt and one answer, all of which is trained."""
+        """The episode of a prompt and one output, all of whose tokens are trained."""
         mask = np.ones(len(turn.token_ids), dtype=np.bool_)
         row = Row(prompt_token_ids, turn.token_ids, turn.logprobs, mask, turn.weights_versions)
         return cls((row,), (turn,))
 
     @classmethod
     def of_pair(cls, pair: TrainingPair, *, text: str = "") -> Episode:
-        """A given completion, all of which is trained; nobody sampled it, with whatever weights."""
+        """The episode of a given completion, all of whose tokens are trained."""
         completion = pair.completion_token_ids
         mask = np.ones(len(completion), dtype=np.bool_)
         row = Row(pair.prompt_token_ids, completion, None, mask, ())
@@ -145,19 +145,19 @@ class Episode(Message):
 
     @property
     def finish_reason(self) -> FinishReason:
-        """Why the last turn ended, or the episode before the next one."""
+        """Why the last turn ended; "length" if there was no room for another."""
         if self.is_cut:
             return "length"
         return self.turns[-1].finish_reason if self.turns else "stop"
 
     @property
     def text(self) -> str:
-        """The last turn's, which verifiers grade, or what was given."""
+        """The text of the last turn, which verifiers grade, or of the given output."""
         return self.turns[-1].text if self.turns else self.given_text
 
     @property
     def is_given(self) -> bool:
-        """Whether nobody sampled any of it."""
+        """Whether none of its tokens was sampled."""
         return all(row.logprobs is None for row in self.rows)
 
     @property
@@ -167,25 +167,25 @@ class Episode(Message):
 
     @property
     def longest_turn(self) -> int:
-        """Tokens of the longest turn, each of which may have as many as an output."""
+        """Tokens of the longest turn."""
         return max((len(turn.token_ids) for turn in self.turns), default=0)
 
     def untrained(self) -> Episode:
-        """The same with every token masked."""
+        """A copy with every token masked."""
         rows = (replace(row, loss_mask=np.zeros_like(row.loss_mask)) for row in self.rows)
         return replace(self, rows=tuple(rows))
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict(Message):
-    """What the verifiers say of one output.
+    """The grade of one output.
 
-    `scored` and `unscorable` (no answer could be found: a bad answer) carry a reward; an `error`
-    says that verification itself failed, and is never a reward of 0.
+    `scored` and `unscorable` (no answer was found in the output) carry a reward; an `error` says
+    that verification itself failed, and never counts as a reward of 0.
 
-    What failed has a cause: the adapter raised an `exception`, which may be of a `connection` that
-    it needs; it reached a limit (`overrun`: unscorable when that is the output's own doing); its
-    process came to an `end`, or was `lost` to somebody else's kill.
+    Causes: the adapter raised an `exception`, perhaps from a `connection` that it needs; it reached
+    a limit (`overrun`: unscorable when the output caused it); its process came to an `end` by
+    itself, or was `lost` to a kill from outside.
     """
 
     status: VerdictStatus
@@ -198,27 +198,27 @@ class Verdict(Message):
     place: str = ""  # of an exception: its type and the user's line
 
     def without_texts(self) -> Verdict:
-        """The same without the words for people."""
+        """A copy without the texts for users."""
         return replace(self, reason="", place="") if self.reason or self.place else self
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ticket(Message):
-    """Where the payload of one row lies: in an object store, until the last ticket is dropped.
+    """A reference to the payload of one row, which lies in an object store while tickets exist.
 
-    The controller owns it, so that it survives the teacher's process, though not its node.
+    The controller owns the payload, so that it survives the teacher's process, but not its node.
     """
 
-    reference: tuple[Awaitable[Arrays]]  # Ray resolves one on its way, unless something holds it
+    reference: tuple[Awaitable[Arrays]]  # in a tuple, because Ray would resolve a bare argument
     teacher: str  # its role's name
     num_bytes: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample(Message):
-    """One episode of one question with everything the loss needs.
+    """One episode of one question with everything that the loss needs.
 
-    Arrays of [L] follow the tokens of all its rows, laid end to end.
+    Arrays of [L] follow the output tokens of all its rows, end to end.
     """
 
     ordinal: int
@@ -227,46 +227,46 @@ class Sample(Message):
     episode: Episode
     verdict: Verdict
     advantage: float | NDArray[np.float32]  # of all its tokens, or of each [L]
-    # What other models say of its tokens, by role: [L], or [L, K].
+    # Scores of its tokens by other models, {role: [L] or [L, K]}.
     scores: Mapping[str, NDArray[Any]] = field(default_factory=dict)
-    tickets: tuple[Ticket, ...] = ()  # one a row: scores that the rank that trains it fetches
+    tickets: tuple[Ticket, ...] = ()  # one a row: payloads that the training rank fetches
     overlong_penalty: float = 0.0  # taken from the reward: see algorithms/grpo.py
     kl_penalty: float = 0.0
     attempt: int = 0  # questions that its slot had drawn before this one
-    contributes: bool = True  # False: its gradient is exactly zero, it is counted and not trained
-    row: int = 0  # number of the first row that is here: see `parts`
+    contributes: bool = True  # False: its gradient is exactly 0; it is counted and not trained
+    row: int = 0  # index of the first row that is here: see `parts`
     num_trained_elsewhere: int = 0  # unmasked tokens of rows that are not here
 
     @property
     def shaped_reward(self) -> float:
-        """What the advantage is made of; `verdict.reward` stays the verifier's."""
+        """The reward less penalties, from which advantages are computed."""
         return self.verdict.reward - self.overlong_penalty - self.kl_penalty
 
     @property
     def has_advantage(self) -> bool:
         """Whether the advantage of any of its tokens is not 0."""
-        # numpy takes as long for one number as for thousands.
+        # Not by numpy for a float, which would take as long as for thousands of numbers.
         found = self.advantage.any() if isinstance(self.advantage, np.ndarray) else self.advantage
         return bool(found)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all rows, each with its prompt: what the sample costs of a token budget."""
+        """Tokens of all rows with their prompts, which count against a token budget."""
         return sum(row.num_tokens for row in self.episode.rows)
 
     @property
     def key(self) -> RowKey:
-        """Return the identity that the audit of a step counts."""
+        """The identity by which a step's audit counts it."""
         return self.ordinal, self.attempt, self.index, self.row
 
     @property
     def num_trained_tokens(self) -> int:
-        """Unmasked tokens of all rows: the L_i of the loss."""
+        """Unmasked tokens of all rows, L_i of the loss."""
         here = sum(row.num_trained_tokens for row in self.episode.rows)
         return here + self.num_trained_elsewhere
 
     def parts(self) -> tuple[Sample, ...]:
-        """The sample cut into one a row, the unit of packing; each carries L_i of the whole."""
+        """A sample for each row, the unit of packing; each keeps the L_i of the whole sample."""
         if len(self.episode.rows) == 1:
             return (self,)
         total, start, advantage = self.num_trained_tokens, 0, self.advantage
@@ -288,8 +288,8 @@ class Sample(Message):
 
 
 def without_texts(samples: Sequence[Sample]) -> tuple[Sample, ...]:
-    """What trainers need of the samples of one group: no text, and no column of the user's."""
-    # Sampled ones have the same question, which is to be carried once.
+    """The samples of one group as trainers need them: without texts and the user's columns."""
+    # Sampled outputs share one question, which must be sent once.
     questions = {
         id(sample.question): replace(sample.question, input="", answer=None, columns={})
         for sample in samples
@@ -316,5 +316,5 @@ class Group:
 
     @property
     def is_given(self) -> bool:
-        """Whether nobody sampled any of it: it was not graded, and has no advantages."""
+        """Whether none of it was sampled: then it is not graded, and has no advantages."""
         return all(sample.episode.is_given for sample in self.samples)

@@ -1,4 +1,4 @@
-"""What a worker says of itself: when it registers, in its pulse, and of how it grades.
+"""What a worker states when it registers, in its pulse, and about its grading.
 
 Verifier pools on several nodes grade the samples of one run, so all of them must grade alike.
 """
@@ -15,36 +15,36 @@ from async_grpo.util.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """What a worker says of itself when it registers."""
+    """What a worker states when it registers."""
 
     worker_id: str
-    role: str  # its name, see `roles`
+    role: str  # name of a role, see `config.roles`
     node_id: str
     pid: int
-    model_path: str = ""  # or what else it answers with: a service's class
+    model_path: str = ""  # of a service: its class
     vocab_size: int = 0
     capacity: float = 1.0  # in the unit of its role
     overhead: float = 0.0  # accepted beyond the capacity, same unit
     max_model_len: int = 0
-    tokenizer_hash: str = ""  # `model_folder.encoding_hash`; empty: nobody knows
-    temperature: float | None = None  # None: whatever the trainer asks for
-    model_hash: str = ""  # of what never changes: a teacher's model, a service's file
-    hidden_size: int = 0  # of a teacher, as the next one: what its payloads are made of
-    item_size: int = 0  # bytes of one of its weights
+    tokenizer_hash: str = ""  # `model_folder.encoding_hash`; empty: unknown
+    temperature: float | None = None  # None: that of each request
+    model_hash: str = ""  # of a teacher's model or a service's file, which never change
+    hidden_size: int = 0  # of a teacher's model
+    item_size: int = 0  # bytes of one of a teacher's weights
     dtype: str = ""  # of weights that follow the policy; empty: it has none
     devices: tuple[str, ...] = ()  # identities of its NVIDIA devices; empty on a CPU
-    lease_s: float = LEASE_S  # silent for so long, it counts as lost
-    startup: tuple[tuple[str, float], ...] = ()  # what it did before it was ready, and seconds
+    lease_s: float = LEASE_S  # it counts as lost when silent for so long
+    startup: tuple[tuple[str, float], ...] = ()  # (phase, seconds) before it was ready
     rewards: Rewards | None = None  # of a verifier pool
-    # Of a service: sha256 of its file, and of the modules that this imports out of its own folder.
+    # Of a service: sha256 of its file, and of the modules that it imports from its folder.
     code: Mapping[str, str] = field(default_factory=dict, hash=False)
     # See `confinement_in_words`.
     confinement: Mapping[str, str] = field(default_factory=dict, hash=False)
-    owner: str = ""  # its dispatcher, for whoever must be stopped
+    owner: str = ""  # its dispatcher, which a message may ask the user to stop
 
 
 def confinement_in_words(confinement: Mapping[str, str]) -> str:
-    """Of each kind of what runs; the texts say why it is not confined, empty: it is.
+    """A sentence on confinement; `confinement`: {kind of code: why it is not confined, or ""}.
 
     >>> confinement_in_words({"shipped rewards": "", "programs of the model": ""})
     'shipped rewards run confined; programs of the model run confined'
@@ -59,26 +59,26 @@ def confinement_in_words(confinement: Mapping[str, str]) -> str:
 
 
 class RequestPulse(NamedTuple):
-    """How far a worker is with the request of one lease."""
+    """The progress of a worker with the request of one lease."""
 
-    num_tokens: int  # that its unfinished sequences have
-    is_waiting: bool  # none of them runs, and some stand in the worker's line
+    num_tokens: int  # of its unfinished sequences
+    is_waiting: bool  # none of its sequences runs, and some wait in the worker's queue
 
 
 class Pulse(NamedTuple):
-    """What a worker answers a ping."""
+    """A worker's answer to a ping."""
 
     serves: str  # the version of its weights, or "none"
-    num_tokens: int = 0  # that it has made since it began
-    requests: Mapping[int, RequestPulse] | None = None  # by lease; None: it cannot tell now
+    num_tokens: int = 0  # made since it began
+    requests: Mapping[int, RequestPulse] | None = None  # by lease; None: unknown now
 
 
 class Standing(NamedTuple):
-    """How a registry sees a worker."""
+    """The standing of a worker in its registry."""
 
     is_member: bool
     num_leases: int
-    excluded: str  # why it was fenced; empty when it was not, or when nobody knows
+    excluded: str  # why it was fenced; empty: it was not, or the reason is unknown
     run: int = 0  # incarnation of the run that the registry serves; 0: none
 
 
@@ -88,18 +88,17 @@ class Rewards:
 
     names: tuple[str, ...]
     registry: str
-    # sha256 of each loaded text, by file or module as options name it, and of what it imports out
-    # of its own folder
+    # sha256 of each file or module that options name, and of what it imports from its folder
     hashes: Mapping[str, str]
-    num_verifiers: int  # processes wanted of all pools together
+    num_verifiers: int  # processes wanted in all pools together
     num_cores: int  # of the pool's node
-    groupwise: tuple[str, ...] = ()  # of the names: these grade a question alone
+    groupwise: tuple[str, ...] = ()  # of `names`: grade a group in one call, alone
 
     def __str__(self) -> str:
         return f"--reward-fns {','.join(self.names)} of {self.registry}"
 
     def require_equal(self, admitted: Rewards, *, users: str) -> None:
-        """Raise `ConfigError` unless these grade as the `admitted` ones of `users` do."""
+        """Raise `ConfigError` unless these grade as the `admitted` rewards, which `users` use."""
         remedy = "stop these first, or use another --namespace"
         if (self.names, self.registry) != (admitted.names, admitted.registry):
             raise ConfigError(
@@ -119,7 +118,7 @@ class Rewards:
 
 
 def share_out(pools: Mapping[str, tuple[str, Rewards]]) -> dict[str, int]:
-    """Processes of each pool, given its node and rewards: never more on a node than it has cores.
+    """{pool: its processes}, from {pool: (node, rewards)}; a node gets no more than its cores.
 
     >>> def pool(node, num_verifiers=50):
     ...     return node, Rewards(("math",), "registry", {}, num_verifiers, num_cores=16)
