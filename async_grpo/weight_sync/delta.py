@@ -1,8 +1,8 @@
-"""What changed between two versions of the same bytes, as few bytes. Pure.
+"""Encodes the changes between two versions of the same bytes. An add-on. Pure.
 
-An update at a learning rate of 1e-6 leaves most numbers of a bfloat16 model as they were. What
-changed is sent as (how far after the one before, the new number): 1 + 2 bytes for each number of
-2 bytes. Numbers farther apart than 256 have others between them, which are sent as they are:
+An update at a learning rate of 1e-6 leaves most numbers of a bfloat16 model as they were. Each
+changed number is sent as its distance from the one before and its new value: 1 + 2 bytes for a
+number of 2 bytes. Between numbers more than 256 apart, unchanged ones are sent as well:
 
     old 7 7 7 7     new 7 7 9 7     numbers 9       distances 3
 """
@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 
 from async_grpo.util.errors import WeightSyncError
 
-FARTHEST = 256  # one byte holds distances from 1 to it
+FARTHEST = 256  # one byte holds distances from 1 to 256
 
 
 def encode(
     new: NDArray[np.uint8], old: NDArray[np.uint8], *, item_bytes: int
 ) -> NDArray[np.uint8] | None:
-    """What turns `old` into `new`; None where it is no smaller than `new` itself.
+    """The delta from `old` to `new`; None where it is no smaller than `new` itself.
 
     >>> old, new = np.zeros(8, np.uint8), np.array([0, 0, 0, 0, 9, 1, 0, 0], np.uint8)
     >>> encode(new, old, item_bytes=2).tolist()
@@ -31,7 +31,7 @@ def encode(
     if len(changed) * (item_bytes + 1) >= new.nbytes:
         return None
     distances = np.diff(changed, prepend=-1)
-    between = (distances - 1) // FARTHEST  # numbers that are sent only to come as far
+    between = (distances - 1) // FARTHEST  # unchanged numbers to send before each changed one
     last = np.repeat(changed, between + 1)
     steps_left = np.repeat(np.cumsum(between + 1), between + 1) - np.arange(1, len(last) + 1)
     first = np.repeat(changed - distances, between + 1)
@@ -44,9 +44,9 @@ def encode(
 
 
 def patch(data: NDArray[np.uint8], delta: NDArray[np.uint8], *, item_bytes: int) -> None:
-    """Turn `data` from old into new, in place.
+    """Apply a delta to `data`, in place.
 
-    Raises `WeightSyncError` when the delta leads beyond it.
+    Raises `WeightSyncError` for a delta that leads beyond the end of `data`.
     """
     count, rest = divmod(delta.nbytes, item_bytes + 1)
     places = np.cumsum(delta[count * item_bytes :].astype(np.int64) + 1) - 1

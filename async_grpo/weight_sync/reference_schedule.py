@@ -1,4 +1,4 @@
-"""When the moving reference gets which weights. Pure.
+"""Which weights the moving reference loads, and when. Pure.
 
 With `--num-batches-per-ref-model-update N` and staleness S, batch b is scored by the reference of
 version N * floor(max(0, b - S) / N). Version v, a multiple of N, is first needed by batch v + S;
@@ -15,7 +15,7 @@ from async_grpo.types import WeightsSnapshot
 
 
 class ReferenceSchedule:
-    """Keeps the snapshots that the reference will need, until they are due."""
+    """Keeps the snapshots that the reference will need until they are due."""
 
     def __init__(self, sampling: SamplingOptions) -> None:
         self._sampling = sampling
@@ -23,7 +23,7 @@ class ReferenceSchedule:
         self._served: WeightsSnapshot | None = None
 
     def completed(self, snapshot: WeightsSnapshot) -> WeightsSnapshot | None:
-        """The weights after one more batch are `snapshot`; returns what the reference loads now.
+        """Take the weights after one more batch; returns what the reference loads now, if anything.
 
         >>> from async_grpo.types import WeightsVersion
         >>> options = {"num_batches_per_ref_model_update": 2, "max_staleness": 1}
@@ -44,10 +44,10 @@ class ReferenceSchedule:
         return self._served
 
     def restore(self, snapshot: WeightsSnapshot) -> None:
-        """Before the first `completed` of a resumed run: what `to_save` gave, and version 0."""
+        """Take back a snapshot of `to_save`, or version 0, before a resumed run's `completed`."""
         self._kept[snapshot.version.batches] = snapshot
 
     def to_save(self, batches: int) -> tuple[WeightsSnapshot, ...]:
-        """What a run that goes on after `batches` needs beside model folder and policy."""
+        """The snapshots that a run resumed after `batches` needs beside model folder and policy."""
         held = ([self._served] if self._served else []) + list(self._kept.values())
         return tuple(weights for weights in held if 0 < weights.version.batches < batches)

@@ -1,6 +1,6 @@
-"""What is published, and whether it reaches the workers. Pure.
+"""The dtype of published weights, and whether a transport reaches the workers. Pure.
 
-A device is named by the identity that its driver gives it, the same in every process.
+A device is named by the identity that its driver gives it, which is the same in every process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ OBJECT_STORE = "object_store"
 
 
 def published_dtype(workers: Iterable[WorkerInfo]) -> str:
-    """The narrowest type that loses nothing to workers that follow the policy.
+    """The narrowest dtype that loses no precision for the workers that load the policy's weights.
 
     >>> from async_grpo.types import WorkerInfo
     >>> each = {
@@ -38,7 +38,7 @@ def published_dtype(workers: Iterable[WorkerInfo]) -> str:
 def check_route(transport: str, worker: WorkerInfo, *, sender: str) -> None:
     """Raise `ConfigError` unless weights can travel from device `sender` to a worker's devices.
 
-    `sender` is that of trainer rank 0, empty when it has none. The object store leads everywhere.
+    `sender`: the device of trainer rank 0; empty: it has none. The object store always can.
 
     >>> from async_grpo.types import WorkerInfo
     >>> worker = WorkerInfo("w", "generation", "n", 1, "m", 128, 8.0, 0.0, 512, devices=("GPU-1",))
@@ -65,8 +65,8 @@ every process, but trainer rank 0 and worker w share GPU-1: use object_store
 def check_group(group: PyNcclCommunicator | None) -> None:
     """Raise `WeightSyncError` for a communicator of vLLM whose broadcasts would do nothing.
 
-    Where the NCCL library cannot be loaded, vLLM makes one all the same, and the receiver would
-    serve uninitialised memory.
+    vLLM makes one even where it cannot load the NCCL library; the receiver would then serve
+    uninitialised memory.
     """
     if group is None or group.disabled:
         raise WeightSyncError(
