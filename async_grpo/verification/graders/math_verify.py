@@ -1,8 +1,9 @@
-"""Equality of answers as the math-verify library sees it, where it can neither hang nor be fooled.
+"""Equality of answers by the math-verify library, guarded so that it neither hangs nor is fooled.
 
-output --answers--> one short answer --limits--> math-verify --> equal, and closer than it asks
+output --answers--> one short answer --limits--> math-verify --> equal, within closer bounds
 
-Its own limits are off: they count time on the wall, which a busy machine takes from a good answer.
+The library's limits are off: they count wall-clock time, which runs out for a good answer on a busy
+machine.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ from async_grpo.verification.graders.mathd import (
     without_unit,
 )
 
-# All of the answer, as LaTeX: by default it also takes a number out of what it cannot read.
+# The whole answer as LaTeX: by default the library takes a number out of a text it cannot read.
 EXTRACTION = (LatexExtractionConfig(boxed_match_priority=0),)
 MAX_RELATIVE_ERROR = 1e-3  # the library rounds to six places, which makes small numbers equal
-MAX_ROUNDING = 0.02  # between the sides of what is said to be one number: 1/3 = 0.33
-# Of a given answer: ordinary ones take 0.002, the worst of the golden table 0.13. A starved core
-# took 0.6 for that one, and what a good answer is refused for must never be the machine.
+MAX_ROUNDING = 0.02  # between the sides of an equation of numbers: 1/3 = 0.33
+# For one answer: ordinary ones take 0.002, the worst of the golden table 0.13, on a starved core
+# 0.6. A slow machine must never be the reason to refuse a good answer.
 MAX_CPU_S = 2.0
 EQUALITY = re.compile(r"(?<![<>!:\\])=|\\approx\b|≈")
 
-# It warns once a process that its limits are off, which is our intention.
+# The library warns once a process that its limits are off, which is intended.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
@@ -64,7 +65,7 @@ def _is_right(given: str, truth: str, expected: list[object]) -> bool:
     if _contradicts_itself(given) or not verify(expected, parsed, timeout_seconds=None):
         return False
     if is_other_percentage(given, expected=truth):
-        # The library takes 100% for 1 and for 100; said of a plain number it is a hundredth.
+        # To the library 100% equals 1 and 100; for a plain number it must be the hundredth.
         return _value(parsed[0]) is not None and _is_close(expected[0], parsed[0])
     return "%" in truth or _is_close(expected[0], parsed[0])
 
@@ -75,15 +76,16 @@ def _parse(text: str) -> list[object]:
 
 
 def _is_commented(given: str, *, expected: str) -> bool:
-    """Whether words stand between mathematics: the library skips them and all that follows."""
+    """Whether words stand between formulas: the library skips them and all that follows."""
     words = WORDS.findall(without_unit(given.strip()))
-    joins = all(word.strip() in ("and", "or") for word in words)
-    speaks = WORDS.search(without_unit(expected.strip())) or WORDS.fullmatch(given.strip())
-    return not joins and not speaks
+    if all(word.strip() in ("and", "or") for word in words):
+        return False
+    has_words = WORDS.search(without_unit(expected.strip()))
+    return not (has_words or WORDS.fullmatch(given.strip()))
 
 
 def _contradicts_itself(given: str) -> bool:
-    """Whether different numbers are said to be equal: the library reads the last of `6=5`."""
+    """Whether it equates different numbers: the library reads only the last of `6=5`."""
     for part in re.split("[,;]", given):
         sides = EQUALITY.split(part)
         if len(sides) > 1:
@@ -94,7 +96,7 @@ def _contradicts_itself(given: str) -> bool:
 
 
 def _is_number(expression: object) -> bool:
-    """Whether it is meant as a number, be it 0/0; f(2) may have any value."""
+    """Whether it stands for one number, 0/0 included; f(2) may have any value."""
     if not isinstance(expression, sympy.Expr):
         return False
     return not expression.free_symbols and not expression.has(AppliedUndef)
@@ -111,7 +113,7 @@ def _letters(text: str) -> str:
 
 
 def _is_close(expected: object, given: object) -> bool:
-    """False where the library is too generous: tiny numbers, and equations nothing solves."""
+    """False where the library equates too much: tiny numbers, and equations without a solution."""
     if isinstance(expected, sympy.Eq) and isinstance(given, sympy.Eq):
         return expected == given or bool(sympy.solve(expected, expected.free_symbols))
     left, right = _value(expected), _value(given)
@@ -121,7 +123,7 @@ def _is_close(expected: object, given: object) -> bool:
 
 
 def _value(expression: object) -> complex | None:
-    """The number that an expression is; None when it is something else."""
+    """The value of an expression; None if it is no finite number."""
     if isinstance(expression, sympy.Eq):
         expression = expression.rhs
     if not isinstance(expression, sympy.Expr) or expression.free_symbols:

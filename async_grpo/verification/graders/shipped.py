@@ -1,6 +1,6 @@
-"""The shipped rewards as adapters: without network, and without a file that they could write.
+"""The shipped rewards as adapters, which run without network and can write no file.
 
-A fork costs what its server holds, so each adapter imports its libraries when a server prepares it.
+Each adapter imports its libraries only when a server prepares it: a smaller server forks faster.
 """
 
 from __future__ import annotations
@@ -28,51 +28,51 @@ FORMS = (
     r"90^\circ", r"\text{Monday}", r"5\text{ cm}", r"\$20", "f(x)=2x",
     r"\begin{pmatrix}1\\2\end{pmatrix}",
 )  # fmt: skip
-# Makes questions of one task, scores none, and imports what wants a folder to write to.
+# reasoning-gym uses it to make questions of one task only; its import needs a writable folder.
 UNUSED_BY_GYM = "cellpylib"
 MAX_GYM_CHARACTERS = 10_000  # of an answer
 
 
 def mathd(sample: Sample, **kwargs: object) -> dict[str, float]:
-    r"""The last \boxed{} is the answer, as normalised strings."""
+    r"""Compare the last \boxed{} with `answer` as normalised strings."""
     return {"reward": mathd_reward(_said(sample), sample["answer"])}
 
 
 def sympy(sample: Sample, **kwargs: object) -> dict[str, float]:
-    r"""The last \boxed{} is the answer, as mathematics."""
+    r"""Compare the last \boxed{} with `answer` as mathematics."""
     from async_grpo.verification.graders.symbolic import sympy_reward
 
     return {"reward": sympy_reward(_said(sample), sample["answer"])}
 
 
 def math_verify(sample: Sample, **kwargs: object) -> dict[str, float]:
-    """The math-verify library finds the answer in the output."""
+    """Compare the answer in the output with `answer` by the math-verify library."""
     from async_grpo.verification.graders.math_verify import math_verify_reward
 
     return {"reward": math_verify_reward(_said(sample), sample["answer"])}
 
 
 def countdown(sample: Sample, **kwargs: object) -> dict[str, float]:
-    """An equation that hits `target` with every number of `nums` used exactly once."""
+    """Grade an equation that must reach `target` and use every number of `nums` exactly once."""
     numbers = sample["nums"] if "nums" in sample else sample["numbers"]
     grade = grade_countdown(_said(sample), numbers=numbers, target=sample["target"])
     return {"reward": grade.reward, "format_reward": grade.format_reward}
 
 
 def code_execution(sample: Sample, **kwargs: object) -> dict[str, float]:
-    """The last fenced block of Python passes all tests of the question: docs/verification.md."""
+    """Run the last fenced block of Python on all tests of the question: docs/verification.md."""
     from async_grpo.verification.graders.code_execution import grade_code
 
     return {"reward": grade_code(sample["output"], sample)}
 
 
 def majority(samples: list[Sample], **kwargs: object) -> list[float | UnscorableError]:
-    """The answer that most outputs of the question give is the answer."""
+    """Take the answer that most outputs of the question give as the right one."""
     return majority_rewards([_said(sample) for sample in samples])
 
 
 def reasoning_gym(sample: Sample, **kwargs: object) -> dict[str, float]:
-    """What the scorer of a task of reasoning-gym says: docs/environments.md."""
+    """Score the answer by the scorer of its task in reasoning-gym: docs/environments.md."""
     given = sample["reasoning_gym"]
     reward = reasoning_gym_reward(_said(sample), given["entry"], config=given["config"])
     return {"reward": reward}
@@ -82,8 +82,8 @@ def majority_rewards(outputs: Sequence[str]) -> list[float | UnscorableError]:
     r"""1.0 for each output whose answer is the single most frequent one, else 0.0.
 
     Test-time reinforcement learning (TTRL; Zuo et al., 2025, arXiv 2504.16084): the answer that
-    most outputs of a question give stands for the answer that nobody knows. Where several are the
-    most frequent, none is.
+    most outputs of a question give replaces the unknown right answer. If several are the most
+    frequent, none is right.
 
     >>> majority_rewards([r"\boxed{4}", r"it is \boxed{4.0}", r"\boxed{5}", ""])
     [1.0, 1.0, 0.0, UnscorableError('no answer in the output')]
@@ -105,11 +105,11 @@ def _normal_answer(output: str) -> str | UnscorableError:
 
 
 def reasoning_gym_reward(output: str, entry: Mapping[str, Any], *, config: str = "{}") -> float:
-    """What the scorer of the entry's task says of the last `<answer>` of an output, in [0, 1].
+    """The score in [0, 1] of the last `<answer>` of an output, by the scorer of the entry's task.
 
-    Some scorers run what they read, so they run here alone, in a confined process without network
-    and files. What a text takes over there can lie about itself, as about any reward of a user's
-    own.
+    Some scorers execute the answer, so they run only here, in a confined process without network
+    and files. A text that takes over this process can lie about its reward, as with a user's
+    function.
 
     `config`: the task's, as JSON. Raises `UnscorableError` for an output without an answer, or one
     that the scorer cannot read.
@@ -129,14 +129,14 @@ def reasoning_gym_reward(output: str, entry: Mapping[str, Any], *, config: str =
 
 @functools.cache
 def gym_scorer(task: str, config: str) -> Any:
-    """The task by its name; raises `ValueError` for one that is none."""
+    """The scorer of a task, by its name; raises `ValueError` for an unknown task."""
     return gym_library().create_dataset(task, **json.loads(config))
 
 
 @functools.cache
 def gym_library() -> Any:
-    """The package; raises `ImportError` where it is not installed."""
-    from unittest import mock  # which a fork server of other adapters need not hold
+    """The package reasoning-gym; raises `ImportError` if it is not installed."""
+    from unittest import mock  # imported here, as servers of other adapters do without
 
     is_here = UNUSED_BY_GYM in sys.modules
     sys.modules.setdefault(UNUSED_BY_GYM, mock.MagicMock())
@@ -149,43 +149,38 @@ def gym_library() -> Any:
     return reasoning_gym
 
 
-@functools.cache
-def warm_up(grade: Callable[[str, str], object]) -> None:
+def warm_up(adapter: Callable[[Sample], object]) -> None:
     """Have a parser of mathematics build its tables, which forked requests then share.
 
-    They grow with every form of answer that is met: 20 to 80 ms for the first of its kind.
+    The tables grow with each new form of answer: the first of a form takes 20 to 80 ms.
     """
     for text in FORMS:
         with contextlib.suppress(UnscorableError, ValueError):
-            grade(rf"\boxed{{{text}}}", text)
-            grade(rf"\boxed{{{text}}}", f"1+{text}")
+            adapter({"output": rf"\boxed{{{text}}}", "answer": text})
+            adapter({"output": rf"\boxed{{{text}}}", "answer": f"1+{text}"})
 
 
 def _said(sample: Sample) -> str:
-    """What the model added: a prompt that it repeats may hold an answer."""
+    """The output without repetitions of the prompt, which may hold an answer."""
     return without_prompt(sample["output"], sample.get("input") or "")
 
 
 def _prepare_countdown() -> None:
-    """Let Python make the code faster that each request runs."""
+    """Run the grader until Python has specialised its code, for all forked requests."""
     for _ in range(50):
         countdown({"output": "8-2+9=15", "nums": [2, 9, 8], "target": 15})
 
 
-def _prepare_mathematics(adapter: Callable[[Sample], object]) -> None:
-    warm_up(lambda output, answer: adapter({"output": output, "answer": answer}))
-
-
 def _prepare_code_execution() -> None:
-    """Raise `ConfigError` where programs cannot be confined: the run ends at its start."""
-    import async_grpo.verification.graders.code_execution  # noqa: F401 - out of a child's reach
+    """Raise `ConfigError` if programs cannot be confined, so that the run ends at its start."""
+    import async_grpo.verification.graders.code_execution  # noqa: F401 - a child cannot import it
     from async_grpo.verification.jailer import require_jail
 
     require_jail()
 
 
 def _prepare_reasoning_gym() -> None:
-    """Raise `ConfigError` where the package is not installed."""
+    """Raise `ConfigError` if the package is not installed."""
     try:
         gym_library()
     except ImportError as error:
@@ -196,7 +191,7 @@ def _prepare_reasoning_gym() -> None:
 
 
 for _adapter in (mathd, math_verify, sympy):
-    _adapter.prepare = functools.partial(_prepare_mathematics, _adapter)  # type: ignore[attr-defined]
+    _adapter.prepare = functools.partial(warm_up, _adapter)  # type: ignore[attr-defined]
 majority.groupwise = True  # type: ignore[attr-defined]
 majority.prepare = lambda: majority([])  # type: ignore[attr-defined]
 countdown.prepare = _prepare_countdown  # type: ignore[attr-defined]
@@ -205,11 +200,6 @@ code_execution.prepare = _prepare_code_execution  # type: ignore[attr-defined]
 reasoning_gym.prepare = _prepare_reasoning_gym  # type: ignore[attr-defined]
 
 SHIPPED = {
-    "mathd": mathd,
-    "sympy": sympy,
-    "countdown": countdown,
-    "math_verify": math_verify,
-    "code_execution": code_execution,
-    "majority": majority,
-    "reasoning_gym": reasoning_gym,
+    adapter.__name__: adapter
+    for adapter in (mathd, sympy, countdown, math_verify, code_execution, majority, reasoning_gym)
 }

@@ -1,11 +1,11 @@
 """Equality of answers as mathematics: exact for fractions, else to 30 digits at fixed points.
 
-Nothing is simplified: a computer algebra system can be kept busy for ever by a line of text, while
-two expressions that agree at points which nobody chose for them are the same expression.
+Nothing is simplified: one line of text can keep a computer algebra system busy for ever. Two
+expressions that agree at points chosen beforehand count as the same expression.
 
 LaTeX --pylatexenc--> plain text --tokens--> explicit products --ast--> sympy
 
-That is parsing only: nothing of the text is ever evaluated.
+The text is parsed and never evaluated.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from async_grpo.verification.graders.mathd import cannot_be, clean, normalise
 NUM_DIGITS = 50
 MAX_CHARACTERS = 500  # longer answers are compared as strings only
 MAX_EXPONENT = 1000
-MAX_ARGUMENT = 10**6  # of a function: what it takes to reduce an angle grows with it
+MAX_ARGUMENT = 10**6  # of a function: the cost of reducing an angle grows with it
 MAX_BITS = 4000  # of a power's numerator or denominator
 TOLERANCE = sympy.Float(10, NUM_DIGITS) ** -30
 # Irrational, of both signs, and small: powers of powers stay small too.
@@ -117,7 +117,7 @@ def parse_expression(text: str) -> sympy.Basic:
         nodes = LatexWalker(mixed, tolerant_parsing=False).get_latex_nodes()[0]
         tree = ast.parse(_explicit(_plain(nodes)), mode="eval")
         return _build(tree.body)
-    except (ArithmeticError, LatexWalkerParseError, RecursionError, SyntaxError) as error:
+    except (ArithmeticError, RecursionError, SyntaxError, LatexWalkerParseError) as error:
         raise NotMathError(f"not an expression: {error}") from error
     except (TypeError, ValueError) as error:  # sympy: an order of complex numbers, 1/0 in a root
         raise NotMathError(f"not a number: {error}") from error
@@ -141,9 +141,8 @@ def _plain_node(node: LatexNode) -> str:
 
 
 def _plain_macro(node: LatexMacroNode) -> str:
-    arguments = [
-        _plain([argument]) for argument in (node.nodeargd.argnlist if node.nodeargd else ())
-    ]
+    given = node.nodeargd.argnlist if node.nodeargd else ()
+    arguments = [_plain([argument]) for argument in given]
     if node.macroname == "frac":
         numerator, denominator = arguments
         return f"(({numerator})/({denominator}))"
@@ -156,7 +155,7 @@ def _plain_macro(node: LatexMacroNode) -> str:
 
 
 def _explicit(text: str) -> str:
-    """Plain text as Python's grammar wants it, every product written out.
+    """Plain text in Python's grammar, with every product written out.
 
     >>> _explicit("2xy(x+1)")
     '2*x*y*(x+1)'
@@ -230,7 +229,7 @@ def _power(base: sympy.Basic, exponent: sympy.Basic) -> sympy.Basic:
 
 
 def _small(value: sympy.Basic, *, bound: int) -> sympy.Basic:
-    """The value, when it holds variables or is at most `bound` in size."""
+    """The value; raises `NotMathError` for a number whose size exceeds `bound`."""
     if value.is_number and not abs(value.evalf(15)) <= bound:
         raise NotMathError(f"a number beyond {bound}")
     return value
