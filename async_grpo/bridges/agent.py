@@ -225,17 +225,17 @@ async def run_process(
         finally:
             os.close(writes)
             os.close(lives)
-        said = OutputTail()
-        transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: said, output)
+        tail = OutputTail()
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: tail, output)
         try:
             code = await process.wait()
         finally:
             # Also processes that the agent has left in the background.
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            await asyncio.wait({said.ended}, timeout=AGENT_SAID_S)
+            await asyncio.wait({tail.ended}, timeout=AGENT_SAID_S)
             transport.close()
-        return code, said.text
+        return code, tail.text
 
 
 class OutputTail(asyncio.Protocol):

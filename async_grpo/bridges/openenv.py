@@ -65,10 +65,10 @@ class OpenEnvEnvironment(Environment):
             try:
                 for _ in range(self.max_turns):
                     reply = await dialogue.reply(policy, messages)
-                    heard = await _acted(session, toolbox, reply)
-                    if session.is_done or not heard:
+                    answers = await _acted(session, toolbox, reply)
+                    if session.is_done or not answers:
                         break
-                    messages += [reply.message(), *heard]
+                    messages += [reply.message(), *answers]
             except NoRoom:
                 is_cut = True
             return replace(policy.episode(is_cut=is_cut), verdict=session.verdict())

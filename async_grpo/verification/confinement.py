@@ -124,8 +124,8 @@ def _failure(*command: str) -> str:
         capture_output=True,
         timeout=deadlines.CONFINED_S,
     )
-    said = done.stderr.decode("utf-8", "replace").strip().splitlines()
-    return (said or [f"code {done.returncode}"])[-1] if done.returncode else ""
+    lines = done.stderr.decode("utf-8", "replace").strip().splitlines()
+    return (lines or [f"code {done.returncode}"])[-1] if done.returncode else ""
 
 
 @functools.cache

@@ -57,12 +57,12 @@ class _Child:
         num_known = len(self.answers)
         while len(self.answers) <= tasks.MAX_ANSWERS_BYTES:
             try:
-                said = os.read(self.pipe, 1 << 16)
+                data = os.read(self.pipe, 1 << 16)
             except BlockingIOError:
                 break
-            if not said:
+            if not data:
                 break
-            self.answers += said
+            self.answers += data
         if b"\n" in self.answers[num_known:]:
             self.sample_since, self.cpu_s = time.monotonic(), self.cpu_now()
             self.family_before_s, self.is_connected = usage.cpu_seconds(self.family()), False

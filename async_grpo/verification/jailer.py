@@ -44,7 +44,7 @@ PROGRAMS = {
     "solution": f"{SETUP}\n{CALLS}\nserve_calls(take_orders)",
     "tests": f"{SETUP}\n{CALLS}\nrun_tests(take_orders)",
 }
-# A process that waits in a user namespace of its own.
+# A process that moves to a new user namespace and waits.
 APART = (
     f"import ctypes; ctypes.CDLL(None).unshare({namespaces.NEW_USERS}); print(flush=True); input()"
 )

@@ -119,11 +119,11 @@ class Sandbox:
         Raises `ConfigError` for a groupwise adapter beside others: they grade again single samples
         of a group, which a groupwise one cannot grade without the rest.
         """
-        asked = names or self._config.reward_names
-        groupwise = [name for name in asked if name in self.groupwise]
-        if groupwise and len(asked) > 1:
+        chosen = names or self._config.reward_names
+        groupwise = [name for name in chosen if name in self.groupwise]
+        if groupwise and len(chosen) > 1:
             raise ConfigError(
-                f"a groupwise reward must grade its questions alone, got {','.join(asked)}: give "
+                f"a groupwise reward must grade its questions alone, got {','.join(chosen)}: give "
                 f"{groupwise[0]} to the verifiers alone, or to a type of --data by rewards="
             )
         outcomes = await self._outcomes([sample], names)
@@ -139,8 +139,8 @@ class Sandbox:
     ) -> list[list[Outcome]]:
         """[adapter][sample]; without `names`, of the adapters that are not groupwise, if any."""
         every = self._config.reward_names
-        asked = names or [name for name in every if name not in self.groupwise] or every
-        return await asyncio.gather(*(self._grade_with(name, samples) for name in asked))
+        chosen = names or [name for name in every if name not in self.groupwise] or every
+        return await asyncio.gather(*(self._grade_with(name, samples) for name in chosen))
 
     async def _grade_with(self, name: str, samples: Sequence[Sample]) -> list[Outcome]:
         """Grade pieces of the group side by side, then each failed sample again, alone."""

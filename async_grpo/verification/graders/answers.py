@@ -1,8 +1,8 @@
-r"""Where an answer stands: in the last `\boxed{}` of an output, or in one without; read, never run.
+r"""Find the answer in an output: in its last `\boxed{}`, or without one; the text is never run.
 
-The last box counts; without one, what follows the last word "answer", else the last mathematics.
-What blanks, a comma, "and" or "or" join is one answer, and what the text denies is none, so that
-naming several earns nothing. A ground truth comes with or without a box.
+The last box counts; without one, the mathematics after the last word "answer", else the last
+mathematics. Parts joined by blanks, a comma, "and" or "or" are one answer, and a part that the text
+denies is none, so that naming several earns nothing. A ground truth may have a box or none.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-MAX_BOXES = 50  # that are one answer
-GAP_CHARACTERS = 40  # between two boxes that are one answer
-DENIAL_CHARACTERS = 60  # before an answer, in which it may be denied
-TAIL_CHARACTERS = 1000  # where an answer without a box is looked for
-NEAR_CHARACTERS = 60  # how far behind the word "answer" it may start
+MAX_BOXES = 50  # of one answer
+GAP_CHARACTERS = 40  # between two boxes of one answer
+DENIAL_CHARACTERS = 60  # before an answer that are searched for a denial
+TAIL_CHARACTERS = 1000  # of an output that are searched for an answer without a box
+NEAR_CHARACTERS = 60  # from the word "answer" to the start of the answer
 MIN_PROMPT_CHARACTERS = 8  # a shorter one may well be part of an answer
 
 UNIT_WORDS = r"(?:[^\S\n]*[A-Za-z]+(?![A-Za-z])){0,2}\s*"
@@ -63,9 +63,9 @@ class UnscorableError(Exception):
 
 
 def boxes(text: str) -> Iterator[tuple[int, int, int]]:
-    r"""Where each `\boxed{}` starts, its content starts, and its content ends, in order of ends.
+    r"""(start, start of content, end of content) of each `\boxed{}`, in order of their ends.
 
-    One pass over the text, however many braces a model leaves open; nothing is copied.
+    It takes one pass over the text, however many braces a model leaves open, and copies nothing.
 
     >>> list(boxes(r"\boxed{1} \boxed{22}"))
     [(0, 7, 8), (10, 17, 19)]
@@ -88,14 +88,12 @@ def last_boxed(text: str) -> str | None:
     >>> last_boxed(r"\boxed{1}, no: \boxed{\frac{1}{2}} } {")
     '\\frac{1}{2}'
     """
-    last = None
-    for last in boxes(text):  # noqa: B007
-        pass
-    return None if last is None else text[last[1] : last[2]].strip() or None
+    last = deque(boxes(text), maxlen=1)
+    return text[last[0][1] : last[0][2]].strip() or None if last else None
 
 
 def require_boxed(output: str) -> str:
-    r"""What the last boxes say that are one answer; raises `UnscorableError` without any.
+    r"""The content of the last boxes that are one answer; raises `UnscorableError` without any.
 
     >>> require_boxed(r"\boxed{1}. No, \boxed{2} or \boxed{3}"), require_boxed(r"\boxed{4} percent")
     ('2,3', '4\\%')
@@ -119,7 +117,7 @@ def require_boxed(output: str) -> str:
 
 
 def is_join(gap: str) -> bool:
-    """Whether what stands on both sides of `gap` is one answer that names several.
+    """Whether `gap` joins the parts on both of its sides to one answer.
 
     >>> is_join(" or "), is_join(" apples, "), is_join(", I checked with "), is_join(". No: ")
     (True, True, False, False)
@@ -128,7 +126,7 @@ def is_join(gap: str) -> bool:
 
 
 def is_denied(text: str, *, at: int) -> bool:
-    """Whether the text says that what stands there is not the answer; a bound may be the answer.
+    """Whether the text denies that the answer is what stands at `at`; a bound is no denial.
 
     >>> is_denied("the answer is not 5", at=18), is_denied("not hard: it is 5", at=16)
     (True, False)
@@ -155,7 +153,7 @@ def ground_truth(answer: object) -> str:
 
 
 def without_prompt(output: str, prompt: str) -> str:
-    """The output less whole repetitions of the prompt, which may hold an answer of its own.
+    """The output without whole repetitions of the prompt, which may hold another answer.
 
     >>> without_prompt("Name a prime below 4. It is 3.", "Name a prime below 4. ")
     '  It is 3.'
@@ -182,7 +180,7 @@ def find_answer(output: str) -> str:
 
 
 class _Found(NamedTuple):
-    """Mathematics in a text, or several that are one answer."""
+    """A piece of mathematics in a text, or several that are one answer."""
 
     start: int
     end: int
@@ -194,7 +192,7 @@ def _loose_answer(text: str) -> str:
     for match in MATHEMATICS.finditer(text):
         here = _Found(match.start(), match.end(), (_tidy(_content(match)),))
         gap = text[found[-1].end : here.start] if found else ""
-        if found and gap.strip() == "=":  # what it comes to counts, if it is true
+        if found and gap.strip() == "=":  # the sides are compared later, the last one counts
             before = found.pop()
             last = f"{before.parts[-1]}={here.parts[0]}"
             here = _Found(before.start, here.end, (*before.parts[:-1], last))
@@ -211,7 +209,7 @@ def _loose_answer(text: str) -> str:
 
 
 def _after_the_word(text: str, found: Sequence[_Found]) -> _Found | None:
-    """The first that starts close behind the last "answer"."""
+    """The first one that starts within `NEAR_CHARACTERS` of the last word "answer"."""
     word = text.lower().rfind("answer")
     near = (here for here in found if 0 <= here.start - word <= NEAR_CHARACTERS)
     return next(near, None) if word >= 0 else None

@@ -1,7 +1,7 @@
-"""Programs as answers: the last fenced block of an output, run against the question's tests.
+"""Programs as answers: the last fenced block of an output is run on the question's tests.
 
-Programs run in jails (see `jail`); expected results are compared here, outside of them, and never
-enter one in which generated code runs. A program earns 1.0 when it passes every test, else 0.0.
+Programs run in jails (see `jail`). Expected results are compared outside, and never enter a jail
+that runs generated code. A program earns 1.0 when it passes every test, else 0.0.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ MAX_SECONDS_A_TEST = 6
 MAX_CODE_CHARACTERS = 200_000
 Columns = Mapping[str, Any]  # the user's own
 DEFAULT_BUDGET_S = 10.0
-SHARE_OF_TIMEOUT = 0.8  # a program that is too slow is wrong, and the verification in time
+SHARE_OF_TIMEOUT = 0.8  # so that a slow program is graded as wrong before the verification's limit
 
 
 @dataclass(frozen=True, slots=True)
 class CodeTests:
-    """What a question's columns ask of a program."""
+    """The tests of a program in a question's columns."""
 
     cases: tuple[tuple[str, str], ...] = ()  # standard input, expected standard output
     checks: tuple[str, ...] = ()  # Python that must not raise
     setup: str = ""  # Python that the checks need
-    defines: tuple[str, ...] = ()  # names that the program defines though builtins have them
+    defines: tuple[str, ...] = ()  # names that the program defines, some maybe those of builtins
 
 
 def grade_code(output: str, columns: Columns, *, budget_s: float | None = None) -> float:
     """1.0 when the last program of the output passes all tests within the budget, else 0.0.
 
-    The budget is what this verification has got left, unless it is given.
+    `budget_s`: by default `SHARE_OF_TIMEOUT` of the verification's time limit.
 
     Raises `UnscorableError` without a program, ValueError for columns that hold no tests,
     `JailError` when nothing could be run.
@@ -169,7 +169,7 @@ def _first(columns: Columns, *names: str) -> object:
 
 
 def _as_value(value: object) -> Any:
-    """What a text holds as JSON, if it does."""
+    """The value of a text that is JSON; any other value as it is."""
     if not isinstance(value, str):
         return value
     try:
@@ -187,7 +187,7 @@ def _join(*parts: str | list[str] | None) -> str:
 
 
 def _defined(reference: object) -> list[str]:
-    """Functions and classes of a reference solution: what a program is asked to define."""
+    """Names of the functions and classes of a reference solution, which a program must define."""
     try:
         body = ast.parse(reference).body if isinstance(reference, str) else []
     except SyntaxError:
@@ -199,7 +199,7 @@ def _defined(reference: object) -> list[str]:
 def _same_word(given: str, expected: str) -> bool:
     if given == expected:
         return True
-    # float() reads more than programs print for numbers: "0_3.0", "nan", digits of other scripts.
+    # float() reads more than numbers that programs print: "0_3.0", "nan", digits of other scripts.
     if "." not in expected or not (NUMBER.fullmatch(given) and NUMBER.fullmatch(expected)):
         return False
     return math.isclose(float(given), float(expected), rel_tol=1e-6)

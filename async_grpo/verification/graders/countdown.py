@@ -28,16 +28,16 @@ OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
 
 
 class MalformedError(ValueError):
-    """A line that is not an equation of integers, + - * / and parentheses."""
+    """A text that is not an equation of integers, + - * / and parentheses."""
 
 
 @dataclass(frozen=True, slots=True)
 class Equation:
     """`left`, optionally followed by `= claim`."""
 
-    numbers: tuple[int, ...]  # as written on the left
+    numbers: tuple[int, ...]  # in the order of the left side
     value: Fraction | None  # of the left side; None: it divides by zero
-    claim: int | None
+    claim: int | None  # the right side; None: there is none
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +52,8 @@ def grade_countdown(
     """Grade the answer in `output`; raises `UnscorableError` when the output is empty.
 
     Well-formed: it parses, and uses only given numbers, each at most once. Solved: it uses all of
-    them, its value is the target, and what it claims after `=` is true. Raises ValueError when the
-    data's numbers or target are no whole numbers, however they are written (2, 2.0, "2").
+    them, its value is the target, and its claim after `=` is true. Raises ValueError when the
+    data's numbers or target are not whole; 2, 2.0 and "2" are.
 
     >>> grade_countdown("8 - 2 + 9 = 15", numbers=[2, 9, 8], target=15)
     CountdownGrade(reward=1.0, format_reward=1.0)
@@ -74,7 +74,7 @@ def grade_countdown(
 
 
 def whole_number(value: float | str) -> int:
-    """A number of the data as an int; raises ValueError for what is not whole.
+    """A number of the data as an int; raises ValueError for one that is not whole.
 
     >>> whole_number("15"), whole_number(15.0)
     (15, 15)
@@ -103,7 +103,7 @@ def find_answer(output: str) -> str:
 
 
 def parse_equation(text: str) -> Equation:
-    """Raises `MalformedError` for whatever is not an equation, or too long or deep to be one."""
+    """Parse an equation; raises `MalformedError` for another text, and a too long or deep one."""
     if len(text) > MAX_CHARACTERS or text.count("(") > MAX_DEPTH:
         raise MalformedError("too long or too deep")
     for spelling, sign in SPELLINGS.items():

@@ -1,9 +1,9 @@
-r"""What graders refuse before any mathematics is done with it: bombs, and answers not worked out.
+r"""Limits on answers before they are computed: refuse bombs, and answers that are not worked out.
 
-A computer algebra system can be kept busy for ever by a line of text, and it finds every
-expression equal to the number that the question asked for. The expected answer is trusted, so it
-says how heavy an answer may be: what it does not contain, a given answer need not contain either.
-For whatever no rule about texts foresees, `within_cpu` bounds the processor time.
+A line of text can keep a computer algebra system busy for ever, and the system finds the question's
+own expression equal to its result. The expected answer is trusted and sets the limits: a given
+answer need not hold what the expected one does not hold. `within_cpu` bounds the processor time of
+texts that no rule foresees.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from async_grpo.verification.graders.mathd import clean, is_too_long
 
 MAX_DEPTH = 20  # of brackets
 MAX_DIGITS = 200  # in a row
-MAX_VARIABLES = 2  # that the expected answer does not have
-MAX_EXPONENT = 30  # that is written down, unless the expected answer has more
+MAX_VARIABLES = 2  # beyond those of the expected answer
+MAX_EXPONENT = 30  # a written exponent, unless the expected answer has a larger one
 MAX_TOWER = 2  # powers in exponents of powers
-AGAIN_S = 0.05  # between signals that processor time is used up
+AGAIN_S = 0.05  # between signals after the processor time is used up
 
 OPENING, CLOSING = "([{", ")]}"
 COMMAND = re.compile(r"\\([A-Za-z]+)")
 DIGITS = re.compile(rf"\d{{{MAX_DIGITS + 1},}}")
-# How often a kind of sign may occur, beyond twice as often as in the expected answer.
+# How often a kind of sign may occur, in addition to twice its number in the expected answer.
 COUNTED = (
     ("parts", 20, re.compile(r"[,;=<>]|\\(?:le|ge|ne|leq|geq|neq|lt|gt|in|cup|cap|mid)\b")),
     ("signs", 60, re.compile(r"[-+*/]")),
@@ -43,14 +43,14 @@ GIVEN_IF_EXPECTED = (
     ("a factorial", re.compile(r"(?<!\\)!(?!=)")),
     ("a large factorial", re.compile(r"!\s*!|\d{4,}\s*!|[)\]}]\s*!")),
     ("a derivative", re.compile(r"frac\s*\{\s*d\s*[\^}]|d\s*/\s*d[a-z]|'\s*\(")),
-    ("permutations", re.compile(r"\)\s*_")),  # so math-verify reads it
+    ("permutations", re.compile(r"\)\s*_")),  # as math-verify reads it
     ("signs in a row", re.compile(r"(?:[-+]\s*){5}")),
     ("a letter that is a function", re.compile(r"\\Gamma|\\zeta")),
 )
 BASE = re.compile(r"\d\s*_")  # of a number: 204_5
 BARE_TOWER = re.compile(r"(?:\^|\*\*)\s*-?[\w.]+\s*(?:\^|\*\*)")
 
-# Spelling, numbers, comparison, elementary functions: whatever takes no time to work out.
+# Spelling, numbers, comparison, elementary functions: commands that are quick to compute.
 NOTATION = """
     left right big Big bigg Bigg text textbf textrm textit textnormal mbox mathrm mathbf mathit
     mathbb mathcal rm bf displaystyle boxed fbox quad qquad space ldots dots cdots frac dfrac
@@ -78,14 +78,14 @@ T = TypeVar("T")
 
 
 def cost(given: str, *, expected: str) -> str:
-    r"""Why nothing may be computed with `given`; empty when it is harmless.
+    r"""The reason why `given` must not be computed; empty if it is harmless.
 
     >>> cost("9^{9^{9}}", expected="5"), cost(r"\frac{1}{2}", expected="5")
     ('a tower of powers', '')
     """
     if is_too_long(given, expected=expected):
         return f"an answer of {len(given)} characters"
-    if any(_is_unprintable(character) for character in given):
+    if any(unicodedata.category(c)[0] == "C" and c not in "\n\t\r" for c in given):
         return "control characters"
     if _depth(given) > MAX_DEPTH:
         return f"brackets more than {MAX_DEPTH} deep"
@@ -107,9 +107,10 @@ def cost(given: str, *, expected: str) -> str:
 
 
 def is_worked_out(given: str, *, expected: str) -> bool:
-    r"""Whether a number was asked for and something that is still to be computed was given.
+    r"""Whether `given` is a result; false if a number is expected and it must still be computed.
 
-    Else a policy learns to box the question. Fractions may stand for what is no whole number.
+    Without this check a policy learns to box the question. A fraction is a result unless the
+    expected number is whole.
 
     >>> is_worked_out("12 * 37", expected="444"), is_worked_out("1/2", expected="0.5")
     (False, True)
@@ -129,7 +130,7 @@ def is_worked_out(given: str, *, expected: str) -> bool:
 
 
 def is_word(expected: str) -> bool:
-    r"""Whether the answer is a word or several: equal letters in another order are not equal.
+    r"""Whether the answer is one or more words, which other orders of its letters do not equal.
 
     >>> is_word(r"\text{Monday}"), is_word("xy"), is_word("2ab")
     (True, False, False)
@@ -144,10 +145,6 @@ def _fractions(text: str) -> str:
 
 def _count(pattern: re.Pattern[str], text: str) -> int:
     return sum(1 for _ in pattern.finditer(text))
-
-
-def _is_unprintable(character: str) -> bool:
-    return unicodedata.category(character)[0] == "C" and character not in "\n\t\r"
 
 
 def _depth(text: str) -> int:
@@ -171,7 +168,7 @@ def _cost_of_powers(text: str, *, max_exponent: int) -> str:
 
 
 def _tower(text: str) -> int:
-    """How high powers stand on each other; a power of numbers alone in an exponent counts twice."""
+    """The depth of powers in exponents; a power of numbers alone in an exponent counts twice."""
     highest = 0
     groups: list[bool] = []  # for each open bracket: is it an exponent?
     signs = {match.start(): match.end() for match in POWER.finditer(text)}
@@ -192,24 +189,24 @@ def _tower(text: str) -> int:
 
 
 class _SpentError(BaseException):
-    """No `Exception`: libraries of mathematics catch those, and go on."""
+    """The processor time is used up. No `Exception`, as libraries of mathematics catch those."""
 
 
 def within_cpu(seconds: float, compute: Callable[[], T]) -> T:
-    """What `compute` returns; raises `UnscorableError` once it has used so much processor time.
+    """Call `compute`; raises `UnscorableError` once it has used `seconds` of processor time.
 
     math-verify's grammar takes time exponential in a dozen kinds of repetition (`a_a_a`, `9:9:9`,
-    `{{{9}}}`, `9/9/9`), each of which is short and looks harmless. Signals reach the main thread
-    only, in which verifiers grade; in others there is no bound.
+    `{{{9}}}`, `9/9/9`), each of which is short and looks harmless. Signals reach only the main
+    thread, in which verifiers grade; another thread has no bound.
     """
     if threading.current_thread() is not threading.main_thread():
         return compute()
     before = signal.signal(signal.SIGPROF, _spent)
     try:
         try:
-            signal.setitimer(signal.ITIMER_PROF, seconds, AGAIN_S)  # again, where it was swallowed
+            signal.setitimer(signal.ITIMER_PROF, seconds, AGAIN_S)  # again: a library may catch it
             return compute()
-        finally:  # Python looks for signals after a call: none comes before the timer is off
+        finally:  # Python handles signals after a call: none arrives before the timer is off
             signal.setitimer(signal.ITIMER_PROF, 0)
     except _SpentError:
         reason = f"takes more than {seconds:g} s of processor time"

@@ -1,4 +1,4 @@
-"""Equality of answers as normalised strings: strict, fast, and blind to spelling only."""
+"""Equality of answers as normalised strings: fast, and strict but for differences of spelling."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import re
 
 from async_grpo.verification.graders.answers import ground_truth, require_boxed
 
-# Spelling without meaning, in LaTeX that people write around one and the same answer.
+# LaTeX without meaning, in which writers of the same answer differ.
 NOISE = re.compile(r"\\left(?![a-z])|\\right(?![a-z])|\\[!,;:$% ]|[$%]|\^\s*\{?\s*\\circ\s*\}?")
 TEXT = r"\\(?:text(?:rm|bf|it|normal)?|mbox|math(?:rm|bf|it))\s*\{([^{}]*)\}"
 WORDS = re.compile(TEXT)
 UNIT = re.compile(rf"(?<=[^\s])\s*{TEXT}(?:\^\{{?\d\}}?)?$")
-# A unit names no other number, and takes nothing back.
+# Words and signs that no unit has, as they name another number or deny the answer.
 NO_UNIT = re.compile(r"[,;=]|(?<![A-Za-z^])\d|\b(?:and|or|nor|not|no|but|is|wrong|maybe)\b")
 PERCENT_WORD = re.compile(
     r"\\(?:text(?:rm|bf|it|normal)?|mbox|math(?:rm|bf|it))\s*\{\s*(?:\\?%|percent|pct)\s*\}"
@@ -19,7 +19,7 @@ PERCENT_WORD = re.compile(
 THOUSANDS = re.compile(r"-?[1-9]\d{0,2}(?:[, ]\d{3})+(?:\.\d+)?", re.ASCII)
 VARIABLE = re.compile(r"^[A-Za-z]\s*=(?!=)")
 
-MAX_CHARACTERS = 1000  # an answer that is longer, and twice as long as the expected, is not it
+MAX_CHARACTERS = 1000  # a longer answer that is also over twice the expected one's length is wrong
 
 CANONICAL = (
     (re.compile(r"(\\frac)\s*(\d)\s*(\d)"), r"\1\2\3"),
@@ -48,7 +48,7 @@ def clean(answer: str) -> str:
 
 
 def without_unit(text: str) -> str:
-    r"""The text less a unit at its end; of two words the second is none.
+    r"""The text without a unit at its end; the second of two words is no unit.
 
     >>> without_unit(r"5 \text{ cm}^2"), without_unit(r"5 \text{ or 6}")
     ('5', '5 \\text{ or 6}')
@@ -93,7 +93,7 @@ def mathd_reward(output: str, answer: object) -> float:
 
 
 def cannot_be(given: str, *, expected: str) -> bool:
-    """Whether `given` is no spelling of `expected`, though it may look like one."""
+    """Whether `given` is wrong although its normalised form may equal that of `expected`."""
     return (
         is_too_long(given, expected=expected)
         or is_about_another(given, expected=expected)
@@ -102,7 +102,7 @@ def cannot_be(given: str, *, expected: str) -> bool:
 
 
 def is_about_another(given: str, *, expected: str) -> bool:
-    """Whether both say what a variable is, and not the same variable.
+    """Whether the two answers give values of different variables.
 
     >>> is_about_another("y=5", expected="x = 5"), is_about_another("5", expected="x=5")
     (True, False)
@@ -112,5 +112,5 @@ def is_about_another(given: str, *, expected: str) -> bool:
 
 
 def is_too_long(given: str, *, expected: str) -> bool:
-    """Whether `given` cannot be `expected` in any spelling; expressions over it would be slow."""
+    """Whether `given` is too long for a spelling of `expected`; patterns would be slow on it."""
     return len(given) > max(MAX_CHARACTERS, 2 * len(expected))
