@@ -172,7 +172,8 @@ class _Running:
         self._answers[number] = answer
         try:
             self._send({"id": number, **request})
-            await asyncio.wait({answer, self.ended}, return_when=asyncio.FIRST_COMPLETED)
+            ends: set[asyncio.Future[Any]] = {answer, self.ended}
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if not answer.done():
                 raise self.failed(self.ended.result())
             return answer.result()
