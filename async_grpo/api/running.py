@@ -282,9 +282,9 @@ def with_rewards(tables: Tables, names: Sequence[str]) -> Tables:
             "reward needs a [[worker]] of mode generation or verifier, which grades, and the run "
             "has none: add one, or leave out the reward"
         )
-    told = {"reward_fns": ",".join(names)}
+    named = {"reward_fns": ",".join(names)}
     graded = [
-        {**table, **told} if table.get("mode", GENERATION) in grading else table
+        {**table, **named} if table.get("mode", GENERATION) in grading else table
         for table in workers
     ]
     return {**tables, "worker": graded}

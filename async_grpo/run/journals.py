@@ -1,7 +1,7 @@
 """The requests of `async-grpo control` to a run, and when each took effect.
 
 Rank 0 appends a line to `control.jsonl` when a request arrives, and another when it takes effect. A
-resumed run reads the file and goes on with it.
+resumed run reads the file and continues it.
 
 {"state": "asked", "id": …, "action": "set", "by": …, "at": …, "settings": {"learning_rate": 1e-6}}
 {"state": "done", "id": …, …, "from_batch": 8}
@@ -39,25 +39,25 @@ class ControlJournal:
         with self._lock:
             return tuple(self._pending.values())
 
-    def heard(self, controls: Iterable[Control]) -> None:
+    def received(self, controls: Iterable[Control]) -> None:
         """Note requests that have arrived; known ones are not written again."""
         with self._lock:
             for control in controls:
                 if control.id not in self._known:
-                    self._hear(control)
+                    self._note(control)
 
     def done(self, controls: Iterable[Control], *, from_batch: int) -> None:
         """Note requests that take effect with batch `from_batch`."""
         with self._lock:
             for control in controls:
                 if control.id not in self._known:
-                    self._hear(control)
+                    self._note(control)
                 self._pending.pop(control.id, None)
                 self._write(control, "done", from_batch=from_batch)
                 logger.info("%s, asked by %s: done from batch %d on", control, control.by,
                             from_batch)  # fmt: skip
 
-    def _hear(self, control: Control) -> None:
+    def _note(self, control: Control) -> None:
         self._known.add(control.id)
         if control.action in AT_ONCE:
             self._write(control, "done")

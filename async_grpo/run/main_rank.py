@@ -150,7 +150,7 @@ class MainRank:
 
     def __enter__(self) -> Self:
         self._watcher = Watcher(lambda: self.client, self._record.incidents)
-        self._watcher.heard = self.run.journal.heard
+        self._watcher.received = self.run.journal.received
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -181,10 +181,10 @@ def _holder(file: BinaryIO) -> str:
     with file:
         file.seek(0)
         try:
-            told = json.loads(file.read())
+            holder = json.loads(file.read())
         except (OSError, ValueError):  # locked a moment ago, or on a full disk
             return ""
-    return f" (process {told['pid']} on {told['host']}, since {told['since']})"
+    return f" (process {holder['pid']} on {holder['host']}, since {holder['since']})"
 
 
 def leave_connection(folder: Path, cluster: Cluster) -> None:

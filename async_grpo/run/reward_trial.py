@@ -21,14 +21,7 @@ from async_grpo.config.data_files import DataOptions
 from async_grpo.config.evaluation_sets import EvaluationOptions, EvaluationSet
 from async_grpo.config.roles import VERIFIER
 from async_grpo.environments.find import grades_itself
-from async_grpo.types import (
-    GradingRequest,
-    Question,
-    Rewards,
-    Turn,
-    Verdict,
-    VerificationRequest,
-)
+from async_grpo.types import GradingRequest, Question, Rewards, Turn, Verdict, VerificationRequest
 from async_grpo.util import deadlines
 from async_grpo.util.errors import ConfigError
 

@@ -51,7 +51,7 @@ class Watcher:
 
     def __init__(self, client: Callable[[], RunClient], incidents: Incidents) -> None:
         """`client` returns the client of the current controller; incidents go to `incidents`."""
-        self.heard: Callable[[Sequence[Control]], None] = lambda controls: None
+        self.received: Callable[[Sequence[Control]], None] = lambda controls: None
         self.show: Callable[[PipelineStatus], None] = lambda status: None
         self.show_workers: Callable[[Sequence[WorkerInfo]], None] = lambda workers: None
         self._client = client
@@ -92,7 +92,7 @@ class Watcher:
             return
         self._incidents.see_status(status, now_s=time.time())
         self.show(status)
-        self.heard(status.controls)
+        self.received(status.controls)
         for warning in status.warnings:
             if warning not in self._said:  # once, also where a later controller repeats it
                 logger.warning(warning)
@@ -188,16 +188,16 @@ def first_failure_recorded(record: RunRecord, ranks: Ranks) -> Iterator[None]:
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # a boundary: recorded once, and raised again
-        told = as_rank_loss(error) or error
-        first = _first_cause(told, record, ranks)
-        sentence = _sentence(told, first)
+        known = as_rank_loss(error) or error
+        first = _first_cause(known, record, ranks)
+        sentence = _sentence(known, first)
         try:
-            if record.write(told, sentence=sentence, first=first):
+            if record.write(known, sentence=sentence, first=first):
                 logger.warning("what is known of the failure is in %s", record.path)
         except (AsyncGrpoError, OSError) as refusal:  # a full disk, which did not cause the error
             logger.warning("what is known of the failure cannot be kept: %s", refusal)
-        if isinstance(told, AsyncGrpoError) and (told is not error or sentence != str(told)):
-            raise (type(told)(sentence) if isinstance(told, CONSEQUENCES) else told) from error
+        if isinstance(known, AsyncGrpoError) and (known is not error or sentence != str(known)):
+            raise (type(known)(sentence) if isinstance(known, CONSEQUENCES) else known) from error
         raise
 
 

@@ -23,8 +23,8 @@ def states(folder):
 
 def test_a_request_is_written_when_it_is_heard_of_and_when_it_holds(tmp_path):
     journal = ControlJournal(tmp_path)
-    journal.heard([SLOWER])
-    journal.heard([SLOWER, FASTER])
+    journal.received([SLOWER])
+    journal.received([SLOWER, FASTER])
     assert journal.pending == (SLOWER, FASTER)
     journal.done([SLOWER, FASTER], from_batch=3)
     assert journal.pending == ()
@@ -41,23 +41,23 @@ def test_a_request_is_written_when_it_is_heard_of_and_when_it_holds(tmp_path):
 def test_what_held_before_it_was_heard_of_is_written_whole(tmp_path):
     journal = ControlJournal(tmp_path)
     journal.done([SLOWER], from_batch=1)
-    journal.heard([SLOWER])
+    journal.received([SLOWER])
     assert states(tmp_path) == [("a", "asked", None), ("a", "done", 1)]
 
 
 def test_a_drained_worker_waits_for_no_batch(tmp_path):
     journal = ControlJournal(tmp_path)
-    journal.heard([control("d", "drain")])
+    journal.received([control("d", "drain")])
     assert states(tmp_path) == [("d", "done", None)] and journal.pending == ()
 
 
 def test_a_resumed_run_does_again_what_its_checkpoint_does_not_hold(tmp_path):
     journal = ControlJournal(tmp_path)
-    journal.heard([SLOWER, FASTER, control("e", "evaluate"), control("s", "stop")])
+    journal.received([SLOWER, FASTER, control("e", "evaluate"), control("s", "stop")])
     journal.done([SLOWER], from_batch=3)
     journal.done([control("e", "evaluate"), FASTER], from_batch=5)
     later = control("c", max_staleness=2), control("f", "evaluate")
-    journal.heard([*later, control("d", "drain")])
+    journal.received([*later, control("d", "drain")])
     with (tmp_path / CONTROL_FILE).open("ab") as file:
         file.write(b'{"state": "asked", "id": "cut')
     path = tmp_path / CONTROL_FILE
@@ -69,5 +69,5 @@ def test_a_resumed_run_does_again_what_its_checkpoint_does_not_hold(tmp_path):
 
 def test_what_an_earlier_part_has_asked_is_not_written_again(tmp_path):
     journal = ControlJournal(tmp_path, [SLOWER])
-    journal.heard([SLOWER])
+    journal.received([SLOWER])
     assert not (tmp_path / CONTROL_FILE).exists() and journal.pending == (SLOWER,)
