@@ -41,7 +41,7 @@ COLLECTION = (700, 10, 1_000)
 
 
 class EnvironmentWorker:
-    """Wrap with `ray.remote(max_concurrency=1000)`; every request is a coroutine of its own."""
+    """Wrap with `ray.remote(max_concurrency=1000)`; each request runs as another coroutine."""
 
     def __init__(
         self,

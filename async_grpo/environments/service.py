@@ -52,7 +52,7 @@ class Service:
 
 
 class ServiceWorker:
-    """Wrap with `ray.remote(max_concurrency=1000)`; every request is a coroutine of its own."""
+    """Wrap with `ray.remote(max_concurrency=1000)`; each request runs as another coroutine."""
 
     def __init__(
         self,

@@ -20,8 +20,6 @@ from async_grpo.environments.chat.messages import Dialogue, Tokenizer, ToolSpec
 from async_grpo.gateway.wire import Refused
 from async_grpo.types import GenerationRequest, SamplingContract, Turn
 
-Cut = Callable[[Turn], Turn]  # the turn up to its end; the same object: it has not ended
-MakeDialogue = Callable[[Sequence[ToolSpec]], Awaitable[Dialogue]]
 MAX_TURNS = 1000
 TOO_LONG = "context_length_exceeded"
 LONGEST_NAME = 200
@@ -36,7 +34,8 @@ class TurnRequest:
     temperature: float = 1.0
     stop_ids: tuple[int, ...] = ()
     seed: int | None = None
-    cut: Cut = lambda turn: turn
+    # From a turn to the turn up to its end; the same object: it has not ended.
+    cut: Callable[[Turn], Turn] = lambda turn: turn
 
     def for_engine(self, *, stop_ids: Sequence[int], longest: int) -> GenerationRequest:
         """The request to an engine; `stop_ids`: the model's, `longest`: if there is no maximum."""
@@ -80,7 +79,7 @@ class Session:
         sampler: Sampler,
         *,
         tokenizer: Tokenizer,
-        make_dialogue: MakeDialogue,
+        make_dialogue: Callable[[Sequence[ToolSpec]], Awaitable[Dialogue]],
         room: int = 0,
         full: Callable[[str], Refused] | None = None,
     ) -> None:

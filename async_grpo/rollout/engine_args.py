@@ -30,7 +30,7 @@ OVERHEAD_BYTES = 4 << 30  # activations, CUDA graphs and the context of an engin
 
 
 def engine_args(config: WorkerConfig) -> AsyncEngineArgs:
-    """The arguments for the options of the worker, with those that training needs."""
+    """The arguments by the worker's options, and the arguments that training needs."""
     on_cpu = current_platform.is_cpu()
     dtype = config.dtype
     if dtype == "auto":  # vLLM's own choice would round a float32 model

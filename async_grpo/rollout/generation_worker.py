@@ -58,7 +58,7 @@ def worker_environment(*, on_cpu: bool = True) -> dict[str, str]:
 
 
 class GenerationWorker:
-    """Wrap with `ray.remote(max_concurrency=1000)`; every request is a coroutine of its own."""
+    """Wrap with `ray.remote(max_concurrency=1000)`; each request runs as another coroutine."""
 
     def __init__(self, config: WorkerConfig, *, worker_id: str) -> None:
         # Not at the top: dispatchers import this file, and these imports take seconds.

@@ -80,7 +80,7 @@ class _Output:
 
 
 class LogprobWorker:
-    """Wrap with `ray.remote(max_concurrency=1000)`; every request is a coroutine of its own."""
+    """Wrap with `ray.remote(max_concurrency=1000)`; each request runs as another coroutine."""
 
     def __init__(
         self,

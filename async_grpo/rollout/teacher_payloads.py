@@ -18,8 +18,6 @@ from async_grpo.model.lm_head import Head
 from async_grpo.model.scorer import CHUNK_SIZE, Scorer, TokenIds
 from async_grpo.types import Arrays, Payload
 
-Labels = NDArray[np.float32]  # [L] log-probability of each token
-
 
 @torch.no_grad()
 def teach(
@@ -29,8 +27,8 @@ def teach(
     temperature: float,
     payload: Payload,
     width: int,
-) -> list[tuple[Labels, Arrays]]:
-    """For each pair (prompt ids, output ids): log-probabilities at `temperature`, and the payload.
+) -> list[tuple[NDArray[np.float32], Arrays]]:
+    """For each pair (prompt ids, output ids): [L] log-probabilities at `temperature`, the payload.
 
     `width`: how many columns of the vocabulary, from the first, a payload is over.
     """

@@ -96,8 +96,8 @@ class CanaryPass:
     vLLM computes prompt log-probabilities from raw logits whatever the temperature, and never reads
     its prefix cache for them, so the scores depend on these weights alone.
 
-    A failure is stored in `problem` and the new weights serve all the same; only the engine's death
-    is raised.
+    A failure is stored in `problem`, and the new weights serve nevertheless; only the death of
+    the engine is raised.
     """
 
     def __init__(self, llm: AsyncLLM, rows: Sequence[CanaryRow]) -> None:

@@ -68,7 +68,7 @@ class StagedWeights:
     def take(self, index: int, fetched: NDArray[np.uint8]) -> None:
         """Write what was fetched for bucket `index` to the file.
 
-        Raises `WeightSyncError` unless the bucket's bytes are then those that were sent.
+        Raises `WeightSyncError` unless the bucket's bytes then equal the sent ones.
         """
         assert self._file is not None, "staging has begun"
         bucket, data = self._snapshot.buckets[index], fetched

@@ -251,7 +251,7 @@ def _with_mapping(call: Any) -> Shaped:
 class _PastTurn:
     """One turn of the model."""
 
-    messages: tuple[str, ...]  # keys of the messages before it, and of its own
+    messages: tuple[str, ...]  # keys of the messages before it, and of its message
     prompt_ids: Sequence[int]
     sampled_ids: Sequence[int]
 

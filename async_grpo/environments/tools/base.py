@@ -1,6 +1,6 @@
 """Defines tools and the results of their calls.
 
-The model reads the message of its own mistakes; any other failure is an error of the episode.
+The model reads what is wrong with its calls; any other failure is an error of the episode.
 """
 
 from __future__ import annotations
