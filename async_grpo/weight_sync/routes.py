@@ -38,7 +38,7 @@ def published_dtype(workers: Iterable[WorkerInfo]) -> str:
 def check_route(transport: str, worker: WorkerInfo, *, sender: str) -> None:
     """Raise `ConfigError` unless weights can travel from device `sender` to a worker's devices.
 
-    `sender`: the device of trainer rank 0; empty: it has none. The object store always can.
+    `sender`: the device of trainer rank 0; empty: it has none. The object store needs none.
 
     >>> from async_grpo.types import WorkerInfo
     >>> worker = WorkerInfo("w", "generation", "n", 1, "m", 128, 8.0, 0.0, 512, devices=("GPU-1",))
