@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 DENOMINATORS = {
     "sample-mean": "a mean over each sample's tokens, then over the samples of the step",
     "token-mean": "a mean over all tokens of the step",
+    "constant": "each sample's token sum by {} tokens, then a mean over the samples of the step",
 }
 OLD_POLICY = {  # by `TrainConfig.mode`
     "on_policy": "the policy itself",
@@ -107,9 +108,10 @@ class Grpo(Algorithm):
         """Preset, denominator, ratio and clip, correction, penalties, sampling."""
         objective, sampling, mode = self.config.objective, self.config.sampling, self.config.mode
         inert = ", which is inert: the ratio is always 1" if self.clip_is_inert else ""
+        denominator = DENOMINATORS[objective.aggregation].format(objective.constant_length_samples)
         sentences = (
             _preset(objective, sampling.max_generation_tokens),
-            f"loss: {_denominator(objective)}; advantage {objective.advantage}",
+            f"loss: {denominator}; advantage {objective.advantage}",
             f"ratio: a {objective.ratio_level}, against {OLD_POLICY[mode]}; "
             f"{_clip(objective)}{inert}",
             f"engine/trainer correction: {_correction(objective, mode, sampling.max_staleness)}",
@@ -233,15 +235,6 @@ def _preset(objective: ObjectiveOptions, longest: int) -> str:
         if getattr(objective, name) != value
     ]
     return f"{sentence}; changed by you: {' '.join(changed)}" if changed else sentence
-
-
-def _denominator(objective: ObjectiveOptions) -> str:
-    if objective.aggregation == "constant":
-        return (
-            f"each sample's token sum by {objective.constant_length_samples} tokens, then a mean "
-            "over the samples of the step"
-        )
-    return DENOMINATORS[objective.aggregation]
 
 
 def _clip(objective: ObjectiveOptions) -> str:

@@ -1,4 +1,4 @@
-"""Attention over packed rows: sequences laid end to end, none of which sees another.
+"""Attention over packed rows: sequences end to end, none of which attends to another.
 
 Registered with transformers as "packed". Legend: T packed tokens, S sequences, A query heads,
 K key-value heads, D head size.
@@ -23,11 +23,11 @@ PACKED = "packed"  # the name under which transformers knows `packed_attention`
 FLASH_2 = "flash_attention_2"  # transformers' own name
 FLASH_3_PACKAGE = "flash_attn_interface"
 HOPPER = 9  # major compute capability of the devices that FlashAttention-3 is for
-# What transformers hands on that has done its work before attention, or says what we know.
+# Arguments of transformers that are used before attention, or repeat what others say.
 WITHOUT_EFFECT = {"position_ids", "use_cache", "cu_seq_lens_k", "max_length_k"}
 Heads = tuple[Tensor, Tensor, Tensor]  # query [1, A, T, D], key and value [1, K, T, D]
 HALF_TYPES = (torch.bfloat16, torch.float16)
-# The kernel has always taken grouped heads; from torch 2.12 on, `varlen_attn` needs a flag for it.
+# `varlen_attn` accepts grouped heads; since torch 2.12 it needs a flag for them.
 GROUPED_HEADS = {"enable_gqa": True} if torch.__version__ >= (2, 12) else {}
 
 
@@ -56,9 +56,9 @@ def choose_attention(
 
 @functools.cache
 def is_flash_3_active(device: torch.device) -> bool:
-    """Let torch's kernels, `varlen_attn` among them, be those of FlashAttention-3, if possible.
+    """Switch torch's kernels, also `varlen_attn`, to FlashAttention-3, if possible.
 
-    These are made for one generation of devices, and come in a package of their own.
+    FlashAttention-3 is for one generation of devices, and is a separate package.
     """
     if torch.cuda.get_device_capability(device)[0] != HOPPER or not find_spec(FLASH_3_PACKAGE):
         return False
@@ -92,10 +92,10 @@ def packed_attention(
     """Causal attention within every sequence of a row; the signature is transformers'.
 
     query [1, A, T, D], key and value [1, K, T, D], cu_seq_lens_q [S+1] (absent: one sequence).
-    Where sequences share a prompt that lies in the row once, `repeat_index` [U] and `first_index`
-    [T] lead to the row of whole sequences and back (see PackedMinibatch). With `softcap`, scores
-    are softcap * tanh(score / softcap), and exist whole for one sequence at a time.
-    Returns [1, T, A, D]. Raises ValueError for what it cannot reproduce.
+    Where sequences share a prompt that is in the row once, `repeat_index` [U] and `first_index` [T]
+    map to the row of whole sequences and back (see PackedMinibatch). With `softcap`, scores are
+    softcap * tanh(score / softcap), and all scores of one sequence are in memory at a time.
+    Returns [1, T, A, D]. Raises ValueError for arguments that it does not support.
     """
     unknown = {name for name in others.keys() - WITHOUT_EFFECT if others[name] is not None}
     if attention_mask is not None or dropout or unknown or query.shape[0] != 1:
@@ -110,7 +110,7 @@ def packed_attention(
     if repeat_index is not None:
         query, key, value = (_tokens(tensor, repeat_index) for tensor in (query, key, value))
     heads = (query, key, value)
-    # The fused kernel knows no softcap.
+    # The fused kernel has no softcap.
     if query.device.type == "cuda" and query.dtype in HALF_TYPES and not softcap:
         output = _varlen(heads, cu_seq_lens_q, max_length_q, scaling, sliding_window)
     else:
@@ -119,7 +119,7 @@ def packed_attention(
 
 
 def _tokens(tensor: Tensor, index: Tensor) -> Tensor:
-    """[1, A, U, D] of [1, A, T, D]; selecting whole tokens' rows is several times faster."""
+    """The tokens [1, A, U, D] of [1, A, T, D]; selecting whole tokens is several times faster."""
     _, heads, _, size = tensor.shape
     rows = tensor[0].transpose(0, 1).flatten(1).index_select(0, index)
     return rows.view(len(index), heads, size).transpose(0, 1)[None]
@@ -154,17 +154,20 @@ def _by_sequence(
     window: int | None,
     softcap: float | None,
 ) -> Tensor:
-    """One attention a sequence, exact on every device and type, [1, T, A, D]."""
+    """One attention call a sequence, exact on every device and type, [1, T, A, D]."""
     lengths = cu_seqlens.diff().tolist()
     outputs = []
-    # Token after token is how projections lay tensors out: cut and joined so, nothing is reordered.
+    # Projections lay tensors out token by token: cut and joined by tokens, nothing is reordered.
     rows = (tensor.transpose(1, 2).split(lengths, dim=1) for tensor in heads)
     for parts in zip(*rows, strict=True):
         q, k, v = (part.transpose(1, 2) for part in parts)
         if softcap:
             outputs.append(_capped(q, k, v, scaling, window, softcap))
             continue
-        mask = _window_mask(q.shape[2], window, q.device)
+        # None: causality alone decides.
+        mask = (
+            _causal_mask(q.shape[2], window, q.device) if window and q.shape[2] > window else None
+        )
         output = scaled_dot_product_attention(
             q,
             k,
@@ -186,25 +189,21 @@ def _capped(
     window: int | None,
     softcap: float,
 ) -> Tensor:
-    """Attention of one sequence, [1, L, A, D], whose scores [1, A, L, L] are capped."""
+    """Attention of one sequence, [1, L, A, D], with capped scores [1, A, L, L]."""
     groups, length = query.shape[1] // key.shape[1], query.shape[2]
     key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     scores = softcap * (query @ key.transpose(2, 3) * (scale / softcap)).tanh()
-    mask = _window_mask(length, window, query.device)
-    if mask is None:
-        mask = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
+    mask = _causal_mask(length, window, query.device)
     at_least_float32 = torch.promote_types(query.dtype, torch.float32)
     shares = scores.masked_fill(~mask, -torch.inf).softmax(-1, dtype=at_least_float32)
     return (shares.to(query.dtype) @ value).transpose(1, 2)
 
 
-def _window_mask(length: int, window: int | None, device: torch.device) -> Tensor | None:
-    """[length, length] bool of a causal sliding window; None where causality alone decides."""
-    if window is None or length <= window:
-        return None
+def _causal_mask(length: int, window: int | None, device: torch.device) -> Tensor:
+    """[length, length] bool: which keys a query attends to, `window` of them at most."""
     everything = torch.ones(length, length, dtype=torch.bool, device=device)
-    return everything.tril() & everything.triu(1 - window)
+    return everything.tril().triu(1 - (window or length))
 
 
 AttentionInterface.register(PACKED, packed_attention)

@@ -1,4 +1,4 @@
-"""Samples laid end to end without padding, as tensors for the model and the loss.
+"""Packs samples end to end without padding, as tensors for the model and the loss.
 
 Legend: P prompt tokens, L output tokens, T packed tokens, S sequences, N trained tokens, U tokens
 of the sequences, each with its prompt.
@@ -25,12 +25,12 @@ class _Row:
     prompt: NDArray[np.int32]  # [P]
     output: NDArray[np.int32]  # [L]
     trained: NDArray[np.intp]  # indices into the output of its trained tokens
-    behaviour: NDArray[np.float32]  # [L]; zeros where nothing was sampled, which no loss reads
+    behaviour: NDArray[np.float32]  # [L]; zeros for a given pair, which no loss reads
     weight: float = 1.0  # w_i
     advantage: float | NDArray[np.float32] = 0.0  # or [L]
     scores: Mapping[str, NDArray[np.generic]] = field(default_factory=dict)  # [L] or [L, K]
     is_first: bool = True  # of its sample
-    is_given: bool = False  # nobody sampled it
+    is_given: bool = False  # of a given pair: it was not sampled
 
 
 def collate(
@@ -45,12 +45,12 @@ def collate(
 ) -> PackedMinibatch:
     """Pack one rank's samples; without samples, an inert filler whose loss is exactly zero.
 
-    A masked token is read by the model but not trained; a fully masked sample adds nothing to N.
+    The model reads a masked token, but it is not trained; a fully masked sample adds nothing to N.
     Tokens behind a sample's last trained one influence nothing and are left out of T. With
-    `share_prompts` a prompt that several samples have lies in the row once: the same sums, of fewer
-    products. `scores`: those that every sample must have, and their columns (0: one number a
-    token), which a filler has too; a sample that nobody sampled needs only `scores_of_given` of
-    them, and has zeros for others. `dtype` is that of the weights and advantages.
+    `share_prompts` a prompt of several samples is in the row once: the same sums by fewer products.
+    `scores`: {name: columns} that every sample must have (0: one value a token), and a filler gets.
+    A given pair needs `scores_of_given` alone, and gets zeros for the others. `dtype`: of weights
+    and advantages. Raises ValueError for an empty prompt or a missing score.
     """
     columns = _columns(samples, scores or {}, scores_of_given)
     rows = [
@@ -76,7 +76,7 @@ def collate_pairs(
 
 
 def split_by_row(values: Tensor, packed: PackedMinibatch) -> list[Tensor]:
-    """Cut per-token `values` [N] into one tensor a row, in the order they were packed."""
+    """Split per-token `values` [N] into one tensor a row, in the order of packing."""
     counts = torch.bincount(packed.sample_index, minlength=packed.num_rows)
     return list(values.split(counts.tolist())[: packed.num_rows])
 
@@ -117,7 +117,7 @@ def _zeros(num_tokens: int, num_columns: int = 0) -> NDArray[np.float32]:
 
 
 def _filler(dtype: torch.dtype, scores: Mapping[str, int]) -> PackedMinibatch:
-    """One token and none to score (N = 0): a full forward and backward, gradients exactly zero."""
+    """A row of one token, N = 0: a full forward and backward whose gradients are exactly zero."""
     prompt, output = np.zeros(1, np.int32), np.zeros(0, np.int32)  # id 0 is in every vocabulary
     nothing = {name: _zeros(0, num_columns) for name, num_columns in scores.items()}
     row = _Row(prompt, output, np.zeros(0, np.intp), behaviour=_zeros(0), scores=nothing)
@@ -134,7 +134,7 @@ def _pack(
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     places = _places(rows, lengths, share_prompts=share_prompts)
     repeat_index = np.concatenate(places)
-    # numpy gives the first of equal ones; the row is in the order of these.
+    # numpy returns the first index of each value; the row is in the order of values.
     _, first_index = np.unique(repeat_index, return_index=True)
     is_shared = len(first_index) < len(repeat_index)
     counts = np.array([len(row.trained) for row in rows])
@@ -170,8 +170,8 @@ def _pack(
 def _places(
     rows: Sequence[_Row], lengths: NDArray[np.intp], *, share_prompts: bool
 ) -> list[NDArray[np.intp]]:
-    """Where each token of each sequence lies in the packed row."""
-    prompts: dict[bytes, NDArray[np.intp]] = {}  # where those that lie there whole begin and end
+    """The place in the packed row of each token, one array a sequence."""
+    prompts: dict[bytes, NDArray[np.intp]] = {}  # places of prompts that are whole in the row
     places, end = [], 0
     for row, length in zip(rows, lengths, strict=True):
         key = row.prompt.tobytes() if share_prompts and length >= len(row.prompt) else b""
@@ -191,7 +191,7 @@ def _needed_tokens(row: _Row) -> NDArray[np.int32]:
 
 
 def _advantages(row: _Row) -> NDArray[np.float64]:
-    """One for each trained token."""
+    """The advantage of each trained token."""
     advantage = np.asarray(row.advantage, dtype=np.float64)
     return advantage[row.trained] if advantage.ndim else np.full(len(row.trained), advantage)
 
@@ -199,7 +199,7 @@ def _advantages(row: _Row) -> NDArray[np.float64]:
 def _columns(
     samples: Sequence[Sample], scores: Mapping[str, int], of_given: Set[str]
 ) -> dict[str, int]:
-    """{name: columns} of the scores here, of which every sample has those that it needs."""
+    """{name: columns} of all scores. ValueError if a sample lacks one that it needs."""
     found = {
         name: values.shape[1] if values.ndim > 1 else 0
         for sample in samples
@@ -226,6 +226,6 @@ def _floats(parts: Sequence[NDArray[np.generic]]) -> Tensor:
 
 
 def _numbers(parts: Sequence[NDArray[Any]]) -> Tensor:
-    """Ids where these are integers; a filler has zeros of another type for them."""
+    """int64 if all parts are integers, else float32, as a filler's zeros are."""
     is_ids = all(np.issubdtype(part.dtype, np.integer) for part in parts)
     return _ids(parts) if is_ids else _floats(parts)

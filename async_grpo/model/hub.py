@@ -1,6 +1,6 @@
-"""Models by the name they have on a hub, such as Qwen/Qwen2-1.5B-Instruct, as folders here.
+"""Fetches models by their name on a hub, such as Qwen/Qwen2-1.5B-Instruct, as local folders.
 
-huggingface_hub does the work: its cache, its locks between processes, HF_TOKEN, HF_ENDPOINT and
+huggingface_hub provides the cache, its locks between processes, HF_TOKEN, HF_ENDPOINT and
 HF_HUB_OFFLINE. It is imported for such names only.
 """
 
@@ -22,12 +22,12 @@ NOT_NEEDED = ("*/*", "consolidated*")  # other formats of the same weights
 
 
 def local_folder(model: str, *, revision: str = "", fetch: bool = True) -> str:
-    """`model` when it is a path; the folder of the snapshot when it is a name on a hub.
+    """`model` if it is a path; the folder of the snapshot if it is a name on a hub.
 
-    `revision` is a branch, tag or commit of the hub's model. Without `fetch` nothing but the cache
-    is looked at, and the folder is empty for what the hub has. Raises `UnfitModel` or `ConfigError`
-    within seconds when the model cannot be had. What is no name of a hub either is returned as it
-    is: whoever reads the folder refuses it.
+    `revision` is a branch, tag or commit of the hub's model. Without `fetch` nothing is downloaded,
+    and the result is empty for a model that is only on the hub. Raises `UnfitModel` or
+    `ConfigError` within seconds when the model is not available. A string that is no possible name
+    is returned as it is; the reader of the folder refuses it.
     """
     if os.path.exists(model) or not _is_hub_name(model):
         if revision:
@@ -57,14 +57,7 @@ def _is_hub_name(model: str) -> bool:
 
 
 def _snapshot(model: str, revision: str, *, fetch: bool) -> str:
-    from huggingface_hub import HfApi, constants, snapshot_download
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HTTPError,
-        OfflineModeIsEnabled,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
+    from huggingface_hub import HfApi, constants, errors, snapshot_download
 
     hub = constants.ENDPOINT
     download = functools.partial(
@@ -72,29 +65,29 @@ def _snapshot(model: str, revision: str, *, fetch: bool) -> str:
         allow_patterns=[*NEEDED], ignore_patterns=[*NOT_NEEDED],
     )  # fmt: skip
     try:
-        # snapshot_download would ask the same, and wait for minutes where nobody answers.
+        # snapshot_download would request the same, and wait for minutes without an answer.
         HfApi().model_info(model, revision=revision, timeout=deadlines.HUB_ANSWER_S)
         if not fetch:
             return _in_cache(download)
         logger.info("asking %s for the model %s", hub, model)
         return download()
-    except GatedRepoError as error:
+    except errors.GatedRepoError as error:
         raise UnfitModel(
             f"{hub} gives {model} only to those who accepted its terms: accept them there, and set "
             "HF_TOKEN to a token of your account"
         ) from error
-    except RepositoryNotFoundError as error:
+    except errors.RepositoryNotFoundError as error:
         raise UnfitModel(
             f"the model must be a folder, or the name of a model on {hub}, {model!r} is neither: "
             "correct it, or set HF_TOKEN when the model is private"
         ) from error
-    except RevisionNotFoundError as error:
+    except errors.RevisionNotFoundError as error:
         raise ConfigError(
             f"--model-revision must be a branch, tag or commit of {model}, got {revision!r}: "
             "correct it, or leave it out"
         ) from error
-    except (HTTPError, OSError) as error:
-        offline = isinstance(error, OfflineModeIsEnabled)
+    except (errors.HTTPError, OSError) as error:
+        offline = isinstance(error, errors.OfflineModeIsEnabled)
         reason = "HF_HUB_OFFLINE is set" if offline else first_line(error)
         return _cached(download, model, f"{hub} cannot be asked for it ({reason})")
 

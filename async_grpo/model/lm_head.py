@@ -1,8 +1,8 @@
 """The head: from hidden states to logits, and its products in float32.
 
 Logits are float32 (float64 for a float64 model), also those of bf16 hidden states and weights. Some
-models rescale them: by model type, for two families may write one name and mean a factor and its
-inverse.
+models rescale them. How is known by model type: one option may be a factor in one family and a
+divisor in another.
 
 Legend: C tokens of a chunk, H hidden size, V vocabulary.
 """
@@ -10,7 +10,6 @@ Legend: C tokens of a chunk, H hidden size, V vocabulary.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -32,7 +31,7 @@ class Rescaling(NamedTuple):
     softcap: float | None = None
 
     def apply_(self, logits: Tensor) -> Tensor:
-        """Rescale what the head put out, in place."""
+        """Rescale the head's output in place."""
         if self.factor != 1.0:
             logits.mul_(self.factor)
         if self.softcap is not None:
@@ -40,7 +39,7 @@ class Rescaling(NamedTuple):
         return logits
 
     def slope(self, logits: Tensor) -> Tensor | float:
-        """Derivative of the rescaled `logits` by what the head put out; a fresh tensor."""
+        """Derivative of the rescaled `logits` by the head's output; a new tensor."""
         if self.softcap is None:
             return self.factor
         # d tanh = 1 - tanh^2
@@ -51,27 +50,27 @@ UNCHANGED = Rescaling()
 
 
 class Head(NamedTuple):
-    """What makes logits of hidden states."""
+    """The output layer, from hidden states to logits."""
 
     weight: Tensor  # [V, H]
     bias: Tensor | None = None  # [V], where -inf excludes a token
     rescaling: Rescaling = UNCHANGED
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[C, V] of hidden states [C, H], in at least float32: a fresh tensor."""
+        """Logits [C, V] of hidden states [C, H], in at least float32; a new tensor."""
         logits = product(hidden, self.weight.T)
         if self.bias is not None:
             logits += self.bias
         return self.rescaling.apply_(logits)
 
     def columns(self, part: slice) -> Head:
-        """The head of these tokens of the vocabulary alone."""
+        """The head restricted to these tokens of the vocabulary."""
         bias = None if self.bias is None else self.bias[part]
         return self._replace(weight=self.weight[part], bias=bias)
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
-    """`left @ right`, whose sums are float32 inside, without rounding them to bf16."""
+    """`left @ right` in float32 or float64, not rounded to bf16."""
     if left.dtype in (torch.float32, torch.float64):
         return left @ right
     if left.device.type == "cuda":
@@ -93,8 +92,8 @@ def add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
 def _adds_into_float32(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether half precision's products can be added to a float32 tensor in place.
 
-    Asked with a small one: torch has the overload for CUDA alone, and older ones want all three
-    tensors of one type.
+    Tried with small tensors: torch has the overload for CUDA alone, and older versions require one
+    type for all three.
     """
     total = torch.ones(8, 8, device=device)
     ones = torch.ones(8, 8, device=device, dtype=dtype)
@@ -105,26 +104,8 @@ def _adds_into_float32(device: torch.device, dtype: torch.dtype) -> bool:
     return bool((total == 9.0).all())
 
 
-def _capped(config: PreTrainedConfig) -> Rescaling:
-    return Rescaling(softcap=config.final_logit_softcapping or None)
-
-
-def _multiplied(config: PreTrainedConfig) -> Rescaling:
-    return Rescaling(factor=config.logit_scale)
-
-
-def _divided(config: PreTrainedConfig) -> Rescaling:
-    return Rescaling(factor=1 / config.logits_scaling)
-
-
-BY_MODEL_TYPE: dict[str, Callable[[PreTrainedConfig], Rescaling]] = {
-    "cohere": _multiplied,
-    "cohere2": _multiplied,
-    "gemma2": _capped,
-    "gemma3_text": _capped,
-    "granite": _divided,
-}
-NEUTRAL = {  # such options of a config, and the values that change nothing
+BY_MODEL_TYPE = ("cohere", "cohere2", "gemma2", "gemma3_text", "granite")
+NEUTRAL = {  # options of a config that rescale logits, and the values that change nothing
     "final_logit_softcapping": (None, 0, 0.0),
     "logit_scale": (None, 1, 1.0),
     "logits_scaling": (None, 1, 1.0),
@@ -134,9 +115,14 @@ NEUTRAL = {  # such options of a config, and the values that change nothing
 
 
 def rescaling_of(config: PreTrainedConfig) -> Rescaling:
-    """How a model's logits follow from its head; UnfitModel for what is not known here."""
-    if config.model_type in BY_MODEL_TYPE:
-        return BY_MODEL_TYPE[config.model_type](config)
+    """How a model rescales its head's output; UnfitModel for options that are unknown here."""
+    match config.model_type:
+        case "cohere" | "cohere2":
+            return Rescaling(factor=config.logit_scale)
+        case "gemma2" | "gemma3_text":
+            return Rescaling(softcap=config.final_logit_softcapping or None)
+        case "granite":
+            return Rescaling(factor=1 / config.logits_scaling)
     for name, neutral in NEUTRAL.items():
         if (value := getattr(config, name, None)) not in neutral:
             raise UnfitModel(

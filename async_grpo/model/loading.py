@@ -1,9 +1,9 @@
-"""Loads the policy out of a Hugging Face folder, whole or sharded, if it can be packed exactly.
+"""Loads the policy from a Hugging Face folder, whole or sharded, if it can be packed exactly.
 
-Options of a config can be listed, architectures cannot: a model whose layers carry state across
-sequences, whose windows only its masks know, or whose head does more than multiply, is found by
-asking a small one of its kind, before weights are read. So is an attention kernel that does not do
-what it is told.
+Architectures that cannot be packed are found by a test of a small random model of the same config,
+before weights are read: models whose layers carry state across sequences, whose windows are known
+to their masks alone, or whose head does more than multiply; and attention kernels that ignore an
+argument.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ CPU = torch.device("cpu")
 LENGTHS = (4, 3, 2)  # a prompt, and outputs of two of its samples
 VOCAB_SIZE = 64
 SMALL = {"intermediate_size": 64, "vocab_size_per_layer_input": 64, "sliding_window": 3}
-TOLERANCE = 1e-3  # nats in float32, where attention decides tenths
-HALF_TOLERANCE = 0.02  # in bf16 and fp16, or
-TIMES_EAGER = 4  # times as far from float32 as plain attention in that type is
+TOLERANCE = 1e-3  # nats in float32, where wrong attention differs by tenths
+HALF_TOLERANCE = 0.02  # nats in bf16 and fp16, if that is more than
+TIMES_EAGER = 4  # times the error of plain attention in that type
 SEED = 0
 FOREIGN = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 Pair = tuple[NDArray[np.int32], NDArray[np.int32]]
@@ -42,7 +42,7 @@ Pair = tuple[NDArray[np.int32], NDArray[np.int32]]
 def load_policy(
     path: str, *, attention: str, dtype: torch.dtype, device: torch.device = CPU
 ) -> PolicyModel:
-    """The whole policy in `path`, dropout off; `attention` is `choose_attention`'s answer.
+    """The whole policy in `path`, dropout off; `attention` is the result of `choose_attention`.
 
     Raises UnfitModel when weights are missing or the model cannot be packed exactly.
     """
@@ -55,8 +55,8 @@ def load_policy(
 def check_trainable(path: str, *, attention: str, device: torch.device, dtype: torch.dtype) -> None:
     """Raise UnfitModel for a folder without a model, or with one that cannot be packed exactly.
 
-    `device` and `dtype`: where and in what it will compute. A trainer's rank 0 asks once for all
-    ranks: the answer depends on the config alone.
+    `device` and `dtype`: where and in what type it will compute. Called on rank 0 for all ranks,
+    since the result depends on the config alone.
     """
     check_files(Path(path))
     check_packing(_read_config(path), path, attention=attention, device=device, dtype=dtype)
@@ -71,10 +71,10 @@ def load_sharded(
     shard: Callable[[PolicyModel], object],
     parameters_on: torch.device | None = None,
 ) -> PolicyModel:
-    """The policy in `path`, dropout off, of which this process holds what `shard` leaves it.
+    """The policy in `path`, dropout off; `shard` decides which part of it this process holds.
 
-    `shard` works in place on a policy that has no memory yet; `parameters_on`: where its shards
-    lie, if not on `device`. Raises UnfitModel when weights are missing.
+    `shard` works in place on a policy of meta parameters; `parameters_on`: the device of its
+    shards, if not `device`. Raises UnfitModel when weights are missing.
     """
     config = _read_config(path)
     policy = PolicyModel(outline(config, attention=PACKED, dtype=dtype))
@@ -99,13 +99,13 @@ def load_sharded(
 def _load_whole(
     path: str, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device
 ) -> PolicyModel:
-    """As transformers loads it, which also knows names of older times and other formats."""
+    """The policy loaded by transformers, which also knows old names and other formats."""
     model, report = AutoModelForCausalLM.from_pretrained(
         path,
         config=config,
         dtype=dtype,
         attn_implementation=PACKED,
-        device_map=None if device == CPU else {"": device},  # read to it, not by way of the host
+        device_map=None if device == CPU else {"": device},  # read there, not through the host
         local_files_only=True,
         output_loading_info=True,
     )
@@ -119,17 +119,13 @@ def _load_whole(
 
 
 def _read_config(path: str) -> PreTrainedConfig:
+    """The config without dropout, which would make trainer and engine differ."""
     config = read_config(Path(path))
-    _switch_off_dropout(config)
-    return config
-
-
-def _switch_off_dropout(config: PreTrainedConfig) -> None:
-    """Dropout would make the trainer's log-probabilities differ from the engine's."""
     for name, value in vars(config).items():
         if "drop" in name and isinstance(value, float) and value > 0:
             logger.info("%s=%s of the model's config is switched off", name, value)
             setattr(config, name, 0.0)
+    return config
 
 
 @torch.no_grad()
@@ -143,15 +139,13 @@ def check_packing(
 ) -> None:
     """Raise UnfitModel unless a packed row scores as separate sequences do.
 
-    The row by `attention` on `device` in `dtype`, the sequences by transformers' plain attention,
-    both in a small random model of the config's architecture.
+    The row is scored by `attention` on `device` in `dtype`, the sequences by transformers' plain
+    attention, both by a small random model of the config's architecture.
     """
-    found = ""
     try:
         off_by, tolerance = _difference(config, attention, device, dtype)
-        if not off_by <= tolerance:
-            found = f"is off by {off_by:.2g} nats"
-    except FOREIGN as error:  # of code that is neither ours nor known
+        found = "" if off_by <= tolerance else f"is off by {off_by:.2g} nats"
+    except FOREIGN as error:  # of the code of any model
         found = f"raises {error!r}"
     if found:
         raise UnfitModel(
@@ -164,7 +158,7 @@ def check_packing(
 def _difference(
     config: PreTrainedConfig, attention: str, device: torch.device, dtype: torch.dtype
 ) -> tuple[float, float]:
-    """How far a packed row is from separate sequences in nats, and how far it may be."""
+    """(difference of a packed row from separate sequences, its tolerance), in nats."""
     model = small_model(config).to(device)
     pairs = _pairs(VOCAB_SIZE)
     expected = _alone(model, pairs)
@@ -181,10 +175,10 @@ def _difference(
 
 
 def small_model(config: PreTrainedConfig) -> PreTrainedModel:
-    """Random, of the config's architecture, in float32 with plain attention: a layer of each kind.
+    """A random model of the config's architecture with a layer of each kind, in float32.
 
-    What packing does not depend on is small, and windows are shorter than a sequence. Global random
-    numbers are as they were.
+    It has plain attention, small sizes, and windows shorter than a sequence. The state of torch's
+    global random numbers is restored.
     """
     small = copy.deepcopy(config)
     kept = _layers_of_each_kind(config)
@@ -202,7 +196,7 @@ def small_model(config: PreTrainedConfig) -> PreTrainedModel:
             small, dtype=torch.float32, attn_implementation="eager"
         )
         model.requires_grad_(False)
-        for parameter in model.parameters():  # none is zero, so that each has its effect
+        for parameter in model.parameters():  # none stays zero, so that each has an effect
             spread = parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 0.1
             parameter.add_(torch.randn_like(parameter), alpha=spread)
     return model.eval()
@@ -218,9 +212,9 @@ def _layers_of_each_kind(config: PreTrainedConfig) -> list[int]:
 
 
 def _pairs(vocab_size: int) -> list[Pair]:
-    """Fixed ids that differ from each other where the vocabulary allows.
+    """Three fixed (prompt, output) pairs, of different ids if the vocabulary is large enough.
 
-    The third sequence sees a leak from those before it, the second one a prompt that is not its.
+    The third one would show a leak from the sequences before it, the second one a wrong prompt.
     """
     ids = (np.arange(1, sum(LENGTHS) + 1) * 7919 % vocab_size).astype(np.int32)
     prompt, first, second = np.split(ids, np.cumsum(LENGTHS[:-1]))
@@ -228,7 +222,7 @@ def _pairs(vocab_size: int) -> list[Pair]:
 
 
 def _alone(model: torch.nn.Module, pairs: list[Pair]) -> Tensor:
-    """What the model's own forwards, head included, say of every output, one pair at a time."""
+    """Log-probabilities of all outputs by the model's own forward, one pair at a time."""
     scores = []
     for prompt, output in pairs:
         ids = torch.from_numpy(np.concatenate([prompt, output]).astype(np.int64))

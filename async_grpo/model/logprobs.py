@@ -1,6 +1,6 @@
-"""What is made of a distribution over all tokens, without ever holding a [N, V] tensor.
+"""Log-probabilities, entropies and head terms, without ever holding a [N, V] tensor.
 
-Log-probability of the chosen token and entropy always; on request head terms, such as divergences.
+A head term is one number computed of a token's whole distribution, such as a divergence.
 
 Legend: N scored tokens, H hidden size, V vocabulary, C tokens of one chunk.
 """
@@ -23,31 +23,31 @@ LEAST_LOGPROB = -1e4
 
 
 class HeadTerm(Protocol):
-    """One number a token, made of its whole distribution: an algorithm lists those that it needs.
+    """One number a token, computed of its whole distribution: `Algorithm.terms`.
 
-    `rows` are what `Sample.scores` holds of the same tokens, by name: [C] or [C, K] each. Neither
+    `rows` are the `Sample.scores` of the same tokens, by name: [C] or [C, K] each. Neither method
     is called without tokens.
     """
 
     @property
     def name(self) -> str:
-        """By which `TokenLogprobs.terms` holds it."""
+        """Its key in `TokenLogprobs.terms`."""
         ...
 
     def value(self, logprobs: Tensor, rows: Mapping[str, Tensor]) -> Tensor:
-        """[C] of the log-probabilities [C, V] of a chunk."""
+        """The values [C] of a chunk's log-probabilities [C, V]."""
         ...
 
     def gradient(self, logprobs: Tensor, rows: Mapping[str, Tensor]) -> Tensor:
-        """[C, V] of each value by its row of log-probabilities, as if these were free.
+        """Gradient [C, V] of each value by its log-probabilities, taken as independent.
 
-        Example: of Σ_v p_v (log p_v - log q_v) it is p_v (log p_v - log q_v + 1).
+        Example: for Σ_v p_v (log p_v - log q_v) it is p_v (log p_v - log q_v + 1).
         """
         ...
 
 
 class TokenLogprobs(NamedTuple):
-    """What the policy says of N given tokens; all carry gradient when the hidden states do.
+    """Values of N target tokens under the policy; differentiable when the hidden states are.
 
     A named tuple, because FSDP2 finds the tensors of a forward's result as a pytree.
     """
@@ -71,9 +71,9 @@ def token_logprobs(
     """Log-softmax of `head.logits(hidden) / temperature` at `target_ids`.
 
     hidden [N, H], target_ids [N] int64.
-    At most a few [C, V] tensors live at a time, forward and backward: the backward pass recomputes
-    the logits of each chunk. `compile`: fuse what is done with each chunk's logits, where there are
-    no `terms`; `rows` [N] or [N, K] each is what these read beside the log-probabilities.
+    At most a few [C, V] tensors exist at a time, forward and backward: the backward pass recomputes
+    the logits of each chunk. `compile`: fuse the operations on a chunk's logits, if there are no
+    `terms`. `rows`, [N] or [N, K] each, are what terms read besides the log-probabilities.
     Raises ValueError when `chunk_size` or `temperature` is not positive.
     """
     if chunk_size < 1:
@@ -117,8 +117,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
         head = Head(weight, bias, setting.rescaling)
         statistics_of = _compiled(_statistics) if setting.compile else _statistics
         dtype = torch.promote_types(hidden.dtype, torch.float32)
-        # Made first: what outlives a chunk, allocated between chunks, would fragment the heap until
-        # it holds as much as all logits at once (glibc, below 32 MiB a tensor).
+        # Allocated before the chunks: tensors that outlive a chunk would fragment the heap until it
+        # is as large as all logits at once (glibc, below 32 MiB a tensor).
         logprobs, log_normaliser, entropy, *values = (
             torch.empty(len(targets), dtype=dtype, device=hidden.device)
             for _ in range(3 + len(setting.terms))
@@ -134,7 +134,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             for value, term in zip(values, setting.terms, strict=True):
                 if len(targets):
                     value[rows] = term.value(whole, setting.rows_of(rows))
-            del whole  # before the next chunk's is made
+            del whole  # before the next chunk's is allocated
         ctx.save_for_backward(hidden, weight, bias, targets, log_normaliser, entropy)
         ctx.setting = setting
         ctx.set_materialize_grads(False)
@@ -170,7 +170,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             grad = grad.to(hidden.dtype)
             grad_hidden[rows] = grad @ weight
             add_product_(grad_weight, grad.T, hidden[rows])
-            del grad  # before the next chunk's is made
+            del grad  # before the next chunk's is allocated
         grad_bias = None if bias is None or grad_bias is None else grad_bias.to(bias.dtype)
         return grad_hidden, grad_weight.to(weight.dtype), grad_bias, None, None
 
@@ -181,7 +181,7 @@ def _compiled(function: Callable[..., object]) -> Callable[..., Any]:
 
 
 def _chunks(num_tokens: int, chunk_size: int) -> list[slice]:
-    """Slices that cover [0, num_tokens); one empty slice when there is nothing to cover."""
+    """Slices that cover [0, num_tokens); one empty slice for 0 tokens."""
     starts = range(0, max(num_tokens, 1), chunk_size)
     return [slice(start, min(start + chunk_size, num_tokens)) for start in starts]
 
@@ -255,7 +255,7 @@ def _over(logits: Tensor, temperature: float) -> Tensor:
 def _term_gradient(
     logprobs: Tensor, term: HeadTerm, grad: Tensor, rows: Mapping[str, Tensor]
 ) -> Tensor:
-    """[C, V] by logits over the temperature, times what arrives [C] of each value."""
+    """Gradient [C, V] by logits / temperature, times the incoming gradient [C] of each value."""
     by_logprob = term.gradient(logprobs, rows)
     total = by_logprob.sum(-1, keepdim=True)
     return torch.addcmul(by_logprob, logprobs.exp(), total, value=-1).mul_(grad[:, None])

@@ -1,4 +1,4 @@
-"""What a Hugging Face folder says of its model before any weights are read."""
+"""Reads a model's facts from its Hugging Face folder, and checks it, before weights are read."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 # Any of them holds a vocabulary; tokenizer_config.json alone makes an empty tokenizer.
 TOKENIZER_FILES = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tekken.json")
 POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len")  # names in configs
-LONGROPE = ("longrope", "su")  # its name, and that of older configs
+LONGROPE = ("longrope", "su")  # its name, and its name in older configs
 ORIGINAL = "original_max_position_embeddings"
-OF_SEVERAL_INPUTS = "ForConditionalGeneration"  # how transformers calls such a class
+OF_SEVERAL_INPUTS = "ForConditionalGeneration"  # the end of such a class's name in transformers
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-# Shows what is done around the model: cases, accents, digits, spaces, scripts, code.
+# A text that differs by how a tokenizer treats cases, accents, digits, spaces, scripts and code.
 PROBE = (
     "Use 2 9 8 to make 15:\n  8-2+9 = 15.\n\nThe   THE the\tcafé cafe\u0301 naïve ﬁ 12345 3.14 "
     "你好，世界 Привет こんにちは مرحبا 한국어 🙂👩\u200d🚀 \\boxed{x^2} <b>def f(x): return 1"
@@ -34,18 +34,18 @@ PROBE = (
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What config and tokenizer say of a model, known before its weights are read."""
+    """Facts of a model from its config and tokenizer."""
 
     path: str
-    vocab_size: int  # rows of the embedding: every legal token id is below
-    max_positions: int  # longest prompt + output, in tokens, of which engine and trainer agree
+    vocab_size: int  # rows of the embedding: every valid token id is below
+    max_positions: int  # longest prompt + output, in tokens, on which engine and trainer agree
     stop_token_ids: tuple[int, ...]  # sorted; from tokenizer, config and generation config
-    tokenizer_hash: str  # of what it encodes: `encoding_hash`
-    num_heads: int = 0  # of attention; 0: its config does not say
+    tokenizer_hash: str  # `encoding_hash`
+    num_heads: int = 0  # of attention; 0: unknown, the config does not have it
 
 
 def check_model_folder(path: str) -> ModelFacts:
-    """Read config and tokenizer, in seconds; UnfitModel for what could never be trained."""
+    """Read config and tokenizer, in seconds; UnfitModel for a model that cannot be trained."""
     folder = Path(path)
     check_files(folder)
     check_tokenizer_files(folder)
@@ -68,9 +68,10 @@ def check_model_folder(path: str) -> ModelFacts:
 
 
 def stated_facts(path: str) -> ModelFacts | None:
-    """What config.json states, in no time: without the tokenizer's part, which takes seconds.
+    """The facts in config.json alone, without the tokenizer, which takes seconds to read.
 
-    None where it leaves its sizes to transformers; raises `UnfitModel` for files that are not here.
+    None if config.json leaves sizes to transformers' defaults. Raises `UnfitModel` for missing
+    files.
     """
     folder = Path(path)
     check_files(folder)
@@ -104,7 +105,7 @@ def check_files(folder: Path) -> None:
 
 
 def _check_length(file: Path) -> None:
-    """Such a file says at its beginning how long it is: one that was cut off is shorter."""
+    """Raise UnfitModel for a truncated file: its header has the length."""
     try:
         with safe_open(file, framework="numpy"):
             pass
@@ -116,14 +117,14 @@ def _check_length(file: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class WeightsSize:
-    """What a folder's weights come to."""
+    """The size of a folder's weights."""
 
     num_parameters: int
     size_bytes: int
 
 
 def weights_size(path: str) -> WeightsSize | None:
-    """Of a folder's safetensors, from their heads alone; None where it has none."""
+    """The size of a folder's safetensors, from their headers; None if it has none."""
     num_parameters = size_bytes = 0
     for file in sorted(Path(path).glob("*.safetensors")):
         size_bytes += file.stat().st_size
@@ -142,7 +143,7 @@ def check_tokenizer_files(folder: Path) -> None:
 
 
 def hash_model(path: str) -> str:
-    """sha256 over config.json and the weights, names and content."""
+    """sha256 over names and contents of config.json and of the files of weights."""
     folder = Path(path)
     weights = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
     digest = hashlib.sha256()
@@ -181,9 +182,9 @@ def _read_tokenizer(path: str) -> Tokenizer:
 
 
 def encoding_hash(tokenizer: Tokenizer) -> str:
-    """Of what a tokenizer makes of text: the same however it was saved, and by whom.
+    """Sha256 of how a tokenizer encodes: over vocabulary, model (merges, scores) and ids of a text.
 
-    Sha256 over the vocabulary, the model (merges, scores), and the ids of a text.
+    It does not depend on the format or the version of the library by which it was saved.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)  # none of one written in Python
     model = json.loads(backend.to_str())["model"] if backend else None
@@ -192,7 +193,7 @@ def encoding_hash(tokenizer: Tokenizer) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of a library's message: users get one sentence."""
+    """The first line of a library's message, for an error message of one sentence."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".: ")
 
 
@@ -234,31 +235,29 @@ def _flat(names: Iterable[str | tuple[str, ...]]) -> list[str]:
 
 
 def stated_positions(folder: Path) -> int | None:
-    """`max_positions` as config.json states it, None when it does not; in no time."""
+    """`max_positions` by config.json alone, or None."""
     return _positions(_stated(folder).get)
 
 
 def engine_positions(folder: Path) -> int | None:
-    """Beyond so many vLLM does not start; None where that depends on how positions are scaled."""
+    """The most positions with which vLLM starts; None where positions are scaled."""
     stated = _stated(folder)
-    rope = stated.get("rope_parameters") or stated.get("rope_scaling") or {}
-    if (
-        isinstance(rope, Mapping)
-        and rope.get("rope_type", rope.get("type", "default")) != "default"
-    ):
+    rope = stated.get("rope_parameters") or stated.get("rope_scaling")
+    rope = rope if isinstance(rope, Mapping) else {}
+    if rope.get("rope_type", rope.get("type", "default")) != "default":
         return None
     return next((each for each in map(stated.get, POSITIONS) if isinstance(each, int)), None)
 
 
 def longrope_positions(folder: Path) -> int | None:
-    """Of these positions a model with LongRoPE keeps the short factors; None without it."""
+    """The positions up to which a model with LongRoPE uses its short factors; None without it."""
     return _before_longrope(_stated(folder).get)
 
 
 def _stated(folder: Path) -> Mapping[str, object]:
     try:
         config = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError):  # whoever reads the whole of it says what is wrong
+    except (OSError, ValueError):  # `read_config` reports it
         return {}
     return config if isinstance(config, dict) else {}
 
@@ -271,9 +270,9 @@ def _positions(look_up: Callable[[str], object]) -> int | None:
 
 
 def _before_longrope(look_up: Callable[[str], object]) -> int | None:
-    """The length up to which LongRoPE leaves positions as they were; None without it.
+    """The length up to which LongRoPE does not change positions; None without it.
 
-    Beyond it an engine turns all its sequences by other angles, the trainer the longer ones alone.
+    Beyond it an engine rotates all its sequences by other angles, the trainer only longer ones.
     """
     rope = look_up("rope_parameters") or look_up("rope_scaling")
     if not isinstance(rope, Mapping) or rope.get("rope_type", rope.get("type")) not in LONGROPE:
@@ -285,7 +284,7 @@ def _before_longrope(look_up: Callable[[str], object]) -> int | None:
 def _within_window(look_up: Callable[[str], object]) -> int | None:
     """The window of Cohere 2's sliding layers; None for other models.
 
-    Beyond it vLLM's sliding layers see one token more than the trainer's.
+    Beyond it vLLM's sliding layers attend to one token more than the trainer's.
     """
     window = look_up("sliding_window")
     return window if look_up("model_type") == "cohere2" and isinstance(window, int) else None
@@ -307,16 +306,10 @@ def _stop_token_ids(
     generation = folder / "generation_config.json"
     defaults = json.loads(generation.read_text()) if generation.is_file() else {}
     sources = (tokenizer.eos_token_id, config.eos_token_id, defaults.get("eos_token_id"))
-    found = sorted({token_id for source in sources for token_id in _as_ids(source)})
+    found = sorted({i for ids in sources for i in ([ids] if isinstance(ids, int) else ids or ())})
     if not found or found[-1] >= vocab_size or found[0] < 0:
         raise UnfitModel(
             f"a model needs end-of-sequence ids below its vocab_size ({vocab_size}), {folder} has "
             f"{found}: set eos_token_id in config.json and the tokenizer's eos_token"
         )
     return tuple(found)
-
-
-def _as_ids(value: int | list[int] | None) -> list[int]:
-    if value is None:
-        return []
-    return [value] if isinstance(value, int) else list(value)

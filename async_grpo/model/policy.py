@@ -1,7 +1,7 @@
-"""The policy: one forward from a packed minibatch to log-probabilities, and what that takes.
+"""The policy: one forward from a packed minibatch to log-probabilities, and its cost.
 
-The same module serves trainer, reference and evaluation, so that they cannot disagree. Its size,
-in arithmetic and memory, is known from its shapes alone: no weights are read.
+Trainer, reference and evaluation use this module, so that they cannot disagree. The cost in
+arithmetic and memory follows from shapes alone: no weights are read.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from async_grpo.devices.bill import ModelShape
 from async_grpo.model.attention import PACKED
@@ -23,16 +23,16 @@ from async_grpo.types import PackedMinibatch
 
 
 class PolicyModel(nn.Module):
-    """A causal language model whose head runs in chunks inside the root's forward.
+    """A causal language model whose head runs in chunks within the root's forward.
 
-    Inside, because FSDP2 gathers the root's parameters (embedding and head) only there.
+    FSDP2 gathers the root's parameters (embedding and head) only there.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
         self._rescaling = rescaling_of(model.config)
-        self.compile_logprobs = False  # what is done with each chunk's logits
+        self.compile_logprobs = False  # compile what is computed of each chunk's logits
 
     def forward(
         self,
@@ -73,20 +73,22 @@ class PolicyModel(nn.Module):
 
     @property
     def head(self) -> Head:
-        """What makes logits of the last hidden states; under FSDP2 whole within a forward only."""
+        """The output layer; under FSDP2 its tensors are whole within a forward only."""
         linear = self.model.get_output_embeddings()
         return Head(linear.weight, getattr(linear, "bias", None), self._rescaling)
 
     @property
     def shares_prompts(self) -> bool:
-        """Whether `forward` understands minibatches in which samples share a prompt."""
+        """Whether `forward` accepts minibatches in which samples share a prompt."""
         return bool(self.model.config._attn_implementation == PACKED)
 
     @property
     def layers(self) -> list[nn.Module]:
         """The decoder layers, in order: the units of sharding, checkpointing and compilation."""
         names = set(self.model._no_split_modules or ())
-        return [module for module in self.model.modules() if _class_name(module) in names]
+        # FSDP2 and compilation put FSDP in front of the name of a class.
+        modules = self.model.modules()
+        return [m for m in modules if type(m).__name__.removeprefix("FSDP") in names]
 
 
 def hf_named_parameters(policy: PolicyModel) -> Iterator[tuple[str, Tensor]]:
@@ -94,24 +96,19 @@ def hf_named_parameters(policy: PolicyModel) -> Iterator[tuple[str, Tensor]]:
     yield from policy.model.named_parameters()
 
 
-def _class_name(module: nn.Module) -> str:
-    """The module's class as transformers calls it; FSDP2 and compilation put FSDP in front."""
-    return type(module).__name__.removeprefix("FSDP")
-
-
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """What the cost of a forward pass depends on."""
+    """The numbers that determine the FLOPs of a forward pass."""
 
-    num_parameters: int  # that a token is multiplied by: with the output layer, no embedding
-    head_parameters: int  # of these, the output layer's, which only scored tokens meet
+    num_parameters: int  # in matrix products: with the output layer, without the embedding
+    head_parameters: int  # of these, those of the output layer, used by scored tokens alone
     num_layers: int
     attention_width: int  # heads * head size
-    windows: tuple[int, ...] = ()  # of the layers in which a token sees so many at most
+    windows: tuple[int, ...] = ()  # tokens that a token attends to at most, by windowed layer
 
 
 def read_size(path: str) -> ModelSize:
-    """The size of the model in a folder that `check_model_folder` has passed."""
+    """The size of the model in a folder that `check_model_folder` has accepted."""
     config = read_config(Path(path))
     with torch.device("meta"):  # shapes without memory
         return size_of(AutoModelForCausalLM.from_config(config))
@@ -122,26 +119,25 @@ def size_of(model: PreTrainedModel) -> ModelSize:
     config = model.config
     embedding, output = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     body = [p for p in model.parameters() if p is not embedding and p is not output]
-    num_layers, num_heads = config.num_hidden_layers, config.num_attention_heads
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+    num_layers = config.num_hidden_layers
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * num_layers
     return ModelSize(
         num_parameters=sum(p.numel() for p in body) + output.numel(),
         head_parameters=output.numel(),
         num_layers=num_layers,
-        attention_width=num_heads * head_size,
+        attention_width=config.num_attention_heads * _head_size(config),
         windows=(window,) * kinds.count("sliding_attention") if window else (),
     )
 
 
 def training_flops(size: ModelSize, packed: PackedMinibatch) -> float:
-    """What the mathematics needs to train a minibatch once; a filler needs nothing.
+    """FLOPs to train a minibatch once; 0 for a filler.
 
-    Counted as PaLM does (Chowdhery et al. 2022, appendix B): 6 FLOPs a parameter and token that
-    meet, that is 2 forward and 4 backward, and 12 a pair of tokens, layer and element of attention.
-    What is computed again, by activation checkpointing or by the chunks of the head, is not
-    counted. A prompt that several samples share is counted once, as it lies in the row once.
+    Counted as in PaLM (Chowdhery et al. 2022, appendix B): 6 a parameter and token, of which 2
+    forward and 4 backward, and 12 a pair of tokens, layer and element of attention. Repeated work,
+    by activation checkpointing or by the chunks of the head, is not counted. A prompt that several
+    samples share in the row is counted once.
     """
     if not packed.num_rows:
         return 0.0
@@ -153,11 +149,14 @@ def training_flops(size: ModelSize, packed: PackedMinibatch) -> float:
     return 6.0 * products + 12.0 * size.attention_width * pairs
 
 
+def _head_size(config: PreTrainedConfig) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
 def model_shape(policy: PolicyModel) -> ModelShape:
-    """What the bill of memory knows of a policy, which needs no memory for that."""
+    """The inputs of the memory bill for a policy, whose parameters may be meta tensors."""
     config = policy.model.config
-    num_heads = config.num_attention_heads
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+    num_heads, head_size = config.num_attention_heads, _head_size(config)
     layers = [sum(p.numel() for p in layer.parameters()) for layer in policy.layers]
     total = sum(p.numel() for p in policy.parameters())
     names = [name for name, _ in policy.layers[0].named_modules()]

@@ -1,6 +1,6 @@
 """The policy without gradients: log-probabilities of given outputs, under weights that can change.
 
-Serves the reference role; it is the trainer's own forward, so the two agree by construction.
+Reference and teacher workers use it; it runs the trainer's forward, so that the two agree.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from async_grpo.model.policy import hf_named_parameters
 from async_grpo.types import PackedMinibatch
 from async_grpo.util.errors import WeightSyncError
 
-CHUNK_SIZE = 1024  # tokens whose logits exist at a time
+CHUNK_SIZE = 1024  # tokens whose logits are in memory at a time
 TokenIds = NDArray[np.int32]
 
 
@@ -41,7 +41,7 @@ class Scorer:
 
     @property
     def head(self) -> Head:
-        """What makes logits of the last hidden states."""
+        """The output layer."""
         return self.policy.head
 
     @torch.no_grad()
@@ -68,7 +68,7 @@ class Scorer:
         temperature: float,
         width: int | None = None,
     ) -> list[NDArray[np.float32]]:
-        """As `score`, of the last hidden states [N, H] of a forward."""
+        """As `score`, of the last hidden states [N, H] of a forward over `packed`."""
         scored = token_logprobs(
             hidden,
             self.head.columns(slice(width)),
@@ -79,15 +79,15 @@ class Scorer:
         return [part.float().cpu().numpy() for part in split_by_row(scored.logprobs, packed)]
 
     def packed(self, pairs: Sequence[tuple[TokenIds, TokenIds]]) -> PackedMinibatch:
-        """All output tokens of (prompt ids, output ids), on the device, for one forward."""
+        """The (prompt ids, output ids) packed on the device, for one forward."""
         packed = collate_pairs(pairs, share_prompts=self.policy.shares_prompts)
         return to_device(packed, self._device)
 
     @torch.no_grad()
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Take over a full set of weights by checkpoint names.
+        """Replace all weights, by checkpoint names.
 
-        All of them are checked before any is changed: a refused set leaves the old weights whole.
+        Names and shapes are checked first. Raises `WeightSyncError`, which leaves the old weights.
         """
         received, own = dict(tensors), dict(hf_named_parameters(self.policy))
         sent, held = ({name: tuple(t.shape) for name, t in of.items()} for of in (received, own))
