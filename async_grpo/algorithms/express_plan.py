@@ -98,7 +98,10 @@ def plan_sends(
     blocks on one side or a block has a row twice, or when `chunk_bytes` is less than one row.
     """
     held, needed = (_checked(side) for side in (held, needed))
-    holders = _holders(held)
+    holders: dict[RowId, list[tuple[int, int]]] = defaultdict(list)
+    for number, block in enumerate(held):
+        for position, row in enumerate(block.rows):
+            holders[row].append((number, position))
     num_cells: Counter[int] = Counter()  # to send, by process
     sends = [
         (number, send)
@@ -129,14 +132,6 @@ def _checked(blocks: Sequence[Block]) -> Sequence[Block]:
             twice, _ = Counter(block.rows).most_common(1)[0]
             raise ValueError(f"a block has each row once, got {twice} twice in {block.process}")
     return sorted(blocks, key=lambda block: block.process)
-
-
-def _holders(held: Sequence[Block]) -> Holders:
-    found: dict[RowId, list[tuple[int, int]]] = defaultdict(list)
-    for number, block in enumerate(held):
-        for position, row in enumerate(block.rows):
-            found[row].append((number, position))
-    return found
 
 
 def _sends_to(

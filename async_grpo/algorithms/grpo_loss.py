@@ -49,7 +49,9 @@ def grpo_loss(
         policy = correction * policy
     policy_sum = (packed.weights * policy).sum()
     loss, kl_sums = policy_sum, {}
+    is_far = logprobs.detach() - old > MAX_EXPONENT  # see `bounded`
     if objective.kl_in_loss:
+        is_far |= packed.scores[REFERENCE] - logprobs.detach() > MAX_EXPONENT
         kl_sums["kl_sum"] = _kl_sum(logprobs, old, packed, objective.kl_estimator)
         loss = loss + objective.kl_coefficient * kl_sums["kl_sum"]
     if objective.entropy_coefficient:
@@ -59,7 +61,7 @@ def grpo_loss(
         **kl_sums,
         "clipped_tokens": clipped.sum(),
         "corrected_tokens": corrected.sum(),
-        "far_tokens": _is_far(logprobs, old, packed, objective.kl_in_loss).sum(),
+        "far_tokens": is_far.sum(),
     }
     return LossSums(loss, sums=sums)
 
@@ -99,15 +101,6 @@ def _kl_sum(logprobs: Tensor, old: Tensor, packed: PackedMinibatch, estimator: s
     if estimator == "k3_iw":
         kl = kl * torch.exp(bounded(logprobs - old))
     return (packed.weights * kl).sum()
-
-
-@torch.no_grad()
-def _is_far(logprobs: Tensor, old: Tensor, packed: PackedMinibatch, kl_in_loss: bool) -> Tensor:
-    """[N] bool: tokens with a log-ratio above `MAX_EXPONENT`."""
-    is_far = logprobs - old > MAX_EXPONENT
-    if kl_in_loss:
-        is_far |= packed.scores[REFERENCE] - logprobs > MAX_EXPONENT
-    return is_far
 
 
 def bounded(log_ratio: Tensor) -> Tensor:

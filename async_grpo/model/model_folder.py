@@ -52,15 +52,21 @@ def check_model_folder(path: str) -> ModelFacts:
     config = read_config(folder)
     tokenizer = _read_tokenizer(path)
     vocab_size = config.vocab_size
+    max_positions = _positions(lambda name: getattr(config, name, None))
     if len(tokenizer) > vocab_size:
         raise UnfitModel(
             f"the tokenizer of {path} must not know more tokens than its config's vocab_size "
             f"({vocab_size}), got {len(tokenizer)}: give the model its own tokenizer"
         )
+    if max_positions is None:
+        raise UnfitModel(
+            f"config.json of {path} must say the longest sequence, it has no "
+            "max_position_embeddings: add it"
+        )
     return ModelFacts(
         path=path,
         vocab_size=vocab_size,
-        max_positions=_max_positions(config, path),
+        max_positions=max_positions,
         stop_token_ids=_stop_token_ids(folder, config, tokenizer, vocab_size),
         tokenizer_hash=encoding_hash(tokenizer),
         num_heads=getattr(config, "num_attention_heads", None) or 0,
@@ -288,16 +294,6 @@ def _within_window(look_up: Callable[[str], object]) -> int | None:
     """
     window = look_up("sliding_window")
     return window if look_up("model_type") == "cohere2" and isinstance(window, int) else None
-
-
-def _max_positions(config: PreTrainedConfig, path: str) -> int:
-    positions = _positions(lambda name: getattr(config, name, None))
-    if positions is None:
-        raise UnfitModel(
-            f"config.json of {path} must say the longest sequence, it has no "
-            "max_position_embeddings: add it"
-        )
-    return positions
 
 
 def _stop_token_ids(

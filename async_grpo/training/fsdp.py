@@ -12,7 +12,7 @@ import functools
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,9 +30,6 @@ from torch.optim import AdamW
 
 from async_grpo.model.policy import PolicyModel, hf_named_parameters
 from async_grpo.model.weight_files import local_part
-
-if TYPE_CHECKING:
-    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 
 def compute_dtype(mixed_precision: str, device: torch.device) -> torch.dtype:
@@ -117,11 +114,14 @@ def deferred_gradients(policy: PolicyModel, *, defer: bool) -> Iterator[None]:
 def drop_local_gradients(policy: PolicyModel) -> None:
     """Forget the unreduced gradients of this rank, which `zero_grad` does not reach."""
     for module in _sharded_modules(policy):
-        for group in _parameter_groups(module):
-            for parameter in group.fsdp_params:
-                parameter.unsharded_accumulated_grad = None
-                if hasattr(parameter, "_unsharded_param"):
-                    parameter._unsharded_param.grad = None
+        state = module._get_fsdp_state()  # torch has no public access to its groups of parameters
+        groups = getattr(state, "_fsdp_param_groups", None)
+        if groups is None:  # torch 2.11
+            groups = [state._fsdp_param_group] if state._fsdp_param_group else []
+        for parameter in (parameter for group in groups for parameter in group.fsdp_params):
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = None
 
 
 def iter_full_tensors(policy: PolicyModel) -> Iterator[tuple[str, Tensor]]:
@@ -167,14 +167,6 @@ def local_gradients(policy: PolicyModel) -> list[Tensor]:
     """This rank's part of the gradients reduced so far, flat; they share the gradients' memory."""
     held = (parameter.grad for _, parameter in hf_named_parameters(policy))
     return [local_part(grad).reshape(-1) for grad in held if grad is not None]
-
-
-def _parameter_groups(module: FSDPModule) -> list[FSDPParamGroup]:
-    """FSDP2's groups of a module's parameters; torch has no public access to them."""
-    state = module._get_fsdp_state()
-    if hasattr(state, "_fsdp_param_groups"):
-        return state._fsdp_param_groups
-    return [state._fsdp_param_group] if state._fsdp_param_group else []  # torch 2.11
 
 
 def _sharded_modules(policy: PolicyModel) -> list[FSDPModule]:
