@@ -115,7 +115,9 @@ def _scores(parts: Sequence[Sample]) -> Arrays:
     return found
 
 
-def _zeros(row: Row, shape: Sequence[int] = (), dtype: DTypeLike = np.float32) -> NDArray[Any]:
+def _zeros(
+    row: Row, shape: Sequence[int] = (), dtype: DTypeLike = np.float32
+) -> NDArray[np.generic]:
     """Zeros of a shape for each output token of a row."""
     return np.zeros((len(row.token_ids), *shape), dtype)
 
