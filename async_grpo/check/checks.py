@@ -13,32 +13,11 @@ from functools import partial
 from pathlib import Path
 
 from async_grpo.algorithms.find import find_algorithm
+from async_grpo.check import sizes, worker_tables
 from async_grpo.check.data_read import DataRead
 from async_grpo.check.facts import Facts
-from async_grpo.check.finding import (
-    EVERYTHING,
-    Cost,
-    Finding,
-    Known,
-    Level,
-    Setup,
-    refused,
-    tried,
-)
-from async_grpo.check.sizes import (
-    check_batch,
-    check_options,
-    check_room,
-    lengths_in_words,
-    sizes_in_words,
-)
-from async_grpo.check.worker_tables import (
-    TRIAL_S,
-    as_registered,
-    check_engine,
-    check_same_rewards,
-    room_in,
-)
+from async_grpo.check.finding import EVERYTHING, Cost, Finding, Setup, refused, stated, tried
+from async_grpo.check.worker_tables import TRIAL_S, as_registered
 from async_grpo.config.roles import GENERATION, JUDGE
 from async_grpo.config.teaching import check_vocabulary
 from async_grpo.environments.chat.find import AUTO, find_renderer
@@ -108,14 +87,14 @@ def check_model(setup: Setup, facts: Facts) -> Iterator[Finding]:
         why = "is made by [launch] prepare" if made else "is fetched from the hub when a run starts"
         yield Finding("waits", "model", f"{name} {why}: it is checked when it is here")
     else:
-        yield Finding("ok", "model", sizes_in_words(facts.model, facts.size))
+        yield Finding("ok", "model", sizes.sizes_in_words(facts.model, facts.size))
         vocab_size = facts.model.vocab_size
         yield from _of("teachers", lambda: check_vocabulary(setup.train.teaching, vocab_size))
 
 
 def check_contents(setup: Setup, facts: Facts) -> Iterator[Finding]:
     """The weights beside the model's config, and how its messages are written."""
-    yield from _of_fact("model", facts.weights, level="warning")
+    yield from stated("model", facts.weights, level="warning")
     if (named := setup.train.data.renderer) != AUTO and isinstance(facts.model, ModelFacts):
         yield from _of("renderer", partial(find_renderer, facts.model.path, named), named)
 
@@ -147,7 +126,9 @@ def _check_read(setup: Setup, read: DataRead) -> Iterator[Finding]:
         yield from refused("data", read.problem)
         return
     rest = "" if read.is_whole else " so far; the run checks the rest when it loads"
-    yield Finding("ok", "data", f"{what}: {read.num_lines} lines{rest}, {lengths_in_words(read)}")
+    yield Finding(
+        "ok", "data", f"{what}: {read.num_lines} lines{rest}, {sizes.lengths_in_words(read)}"
+    )
     is_all = read.purpose == "train" and not setup.train.data.data and read.is_whole
     if is_all and (few := few_lines(setup.train, read.num_lines)):
         yield Finding("warning", "data", few)
@@ -188,10 +169,11 @@ def check_teachers(setup: Setup, facts: Facts) -> Iterator[Finding]:
 
 def check_workers(setup: Setup, facts: Facts) -> Iterator[Finding]:
     """The models of the workers can be read, and could serve this run."""
-    yield from _of("rewards", lambda: check_same_rewards(setup.workers))
+    yield from _of("rewards", lambda: worker_tables.check_same_rewards(setup.workers))
     for config, model in zip(setup.workers, facts.worker_models, strict=True):
         who = f"the {config.role} worker"
-        yield from _of("worker", partial(check_engine, config, model, facts.engine_options))
+        rule = partial(worker_tables.check_engine, config, model, facts.engine_options)
+        yield from _of("worker", rule)
         if isinstance(model, AsyncGrpoError):
             if model is not facts.model:  # `check_model` reports that one
                 yield from refused("worker", model)
@@ -242,7 +224,7 @@ def check_rewards(setup: Setup, facts: Facts) -> Iterator[Finding]:
         elif verdict.status == "error":
             said = tried(partial(refuse_or_describe, verdict, question, setup.train.data))
             rest = "; a run starts all the same"
-            yield from _of_fact("reward", said, rest=rest, level="warning")
+            yield from stated("reward", said, rest=rest, level="warning")
         else:
             answer = (question.answer or question.input)[:60]
             said = f"reward {verdict.reward:g}" if verdict.status == "scored" else verdict.reason
@@ -252,7 +234,7 @@ def check_rewards(setup: Setup, facts: Facts) -> Iterator[Finding]:
 
 def check_devices(_: Setup, facts: Facts) -> list[Finding]:
     """Each rank and worker gets a device of this machine, or a share of one."""
-    return _of_fact("devices", facts.placement)
+    return stated("devices", facts.placement)
 
 
 def check_places(setup: Setup, facts: Facts) -> Iterator[Finding]:
@@ -261,15 +243,15 @@ def check_places(setup: Setup, facts: Facts) -> Iterator[Finding]:
     if isinstance(joined, AsyncGrpoError):
         yield from refused("cluster", joined)
     elif joined:
-        yield room_in(joined, setup, address=str(facts.head))
+        yield worker_tables.room_in(joined, setup, address=str(facts.head))
     elif setup.starts_head:
         yield Finding("ok", "cluster", "a Ray cluster of the run's own, on this machine")
-    yield from _of_fact("gateway", facts.gateway, rest=" is free")
+    yield from stated("gateway", facts.gateway, rest=" is free")
 
 
 def check_start(_: Setup, facts: Facts) -> list[Finding]:
     """Whether the run begins, or goes on, in its folder."""
-    return _of_fact("start", facts.start)
+    return stated("start", facts.start)
 
 
 def check_plot(setup: Setup, _: Facts) -> Iterator[Finding]:
@@ -292,11 +274,11 @@ def check_packages(_: Setup, facts: Facts) -> Iterator[Finding]:
 
 _FIRST, _THEN = Cost.AT_ONCE, Cost.SECONDS
 CHECKS: Mapping[Check, Cost] = {  # in the order in which a run would meet what they find
-    check_folders: _FIRST, check_code: _FIRST, check_prepare: _FIRST, check_options: _FIRST,
+    check_folders: _FIRST, check_code: _FIRST, check_prepare: _FIRST, sizes.check_options: _FIRST,
     check_start: _FIRST, check_model: EVERYTHING, check_contents: _THEN, check_data: EVERYTHING,
-    check_lines: _THEN, check_teachers: _THEN, check_batch: _FIRST, check_rewards: _THEN,
-    check_workers: EVERYTHING, check_devices: _FIRST, check_places: _FIRST, check_room: _FIRST,
-    check_plot: _FIRST, check_packages: _FIRST,
+    check_lines: _THEN, check_teachers: _THEN, sizes.check_batch: _FIRST, check_rewards: _THEN,
+    check_workers: EVERYTHING, check_devices: _FIRST, check_places: _FIRST,
+    sizes.check_room: _FIRST, check_plot: _FIRST, check_packages: _FIRST,
 }  # fmt: skip
 
 
@@ -318,13 +300,4 @@ def _found(check: Check, setup: Setup, facts: Facts) -> list[Finding]:
 def _of(subject: str, rule: Callable[[], object], text: str = "") -> list[Finding]:
     """Call a rule: the finding of what it raises, else an ok with `text`, if there is any."""
     found = tried(rule)
-    return _of_fact(subject, found if isinstance(found, AsyncGrpoError) else text)
-
-
-def _of_fact(
-    subject: str, fact: Known[str], *, rest: str = "", level: Level = "ok"
-) -> list[Finding]:
-    """A finding of the fact with `rest` behind it, or of the error that hides it."""
-    if isinstance(fact, AsyncGrpoError):
-        return refused(subject, fact)
-    return [Finding(level, subject, fact + rest)] if fact else []
+    return stated(subject, found if isinstance(found, AsyncGrpoError) else text)

@@ -53,6 +53,13 @@ def refused(subject: str, error: AsyncGrpoError) -> list[Finding]:
     return [Finding("error", subject, " ".join(line.split())) for line in str(error).splitlines()]
 
 
+def stated(subject: str, fact: Known[str], *, rest: str = "", level: Level = "ok") -> list[Finding]:
+    """A finding of the fact with `rest` behind it, or of the error that hides it."""
+    if isinstance(fact, AsyncGrpoError):
+        return refused(subject, fact)
+    return [Finding(level, subject, fact + rest)] if fact else []
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
     """A run as its file and options describe it."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from async_grpo.check.finding import EVERYTHING, Cost, Finding, refused
+from async_grpo.check.finding import EVERYTHING, Cost, Finding, refused, tried
 from async_grpo.cli.assignment import devices_in, placed, placed_on
 from async_grpo.cli.boundary import command_boundary
 from async_grpo.cli.launch_file import run_of
@@ -112,8 +112,7 @@ def findings_of(
         return refused("options", error)
     from async_grpo.check.described import users_code_confined
 
-    prepare = () if run.goes_on else run.prepare
-    run = replace(run, file=file, trusted=trusted, prepare=prepare)
+    run = replace(run, file=file, trusted=trusted, prepare=run.due)
     with users_code_confined(trusted=trusted):
         return _findings(run, tries_rewards, plan_for=plan_for, deep=deep, cost=cost)
 
@@ -123,7 +122,6 @@ def _findings(
 ) -> list[Finding]:
     from async_grpo.check.checks import check_all  # imports Ray
     from async_grpo.check.facts import gather
-    from async_grpo.check.finding import tried
 
     facts = gather(run, tries_rewards=tries_rewards, cost=cost)
     found = tried(

@@ -24,7 +24,7 @@ from click.shell_completion import CompletionItem
 from async_grpo.cli import local_run, run_processes
 from async_grpo.cli.assignment import Node, described, dispatched, dispatches, in_words, placed
 from async_grpo.cli.boundary import EXIT_ERROR, command_boundary
-from async_grpo.cli.local_run import RUN_FILE, LocalRun
+from async_grpo.cli.local_run import EMITTED, RUN_FILE, LocalRun
 from async_grpo.cli.options import CONTEXT, OptionsCommand
 from async_grpo.cli.run_file import Table, as_toml, trust_option, trust_words
 from async_grpo.cli.train import main as train
@@ -78,9 +78,7 @@ class LaunchCommand(OptionsCommand):
 )
 @click.option("--dry-run", is_flag=True, help="print the whole file and every command, start none")
 @click.option(
-    "--emit",
-    type=click.Choice([*local_run.EMITTED]),
-    help="print the run as a script for such a queue",
+    "--emit", type=click.Choice([*EMITTED]), help="print the run as a script for such a queue"
 )
 @trust_option
 @stdin_option
@@ -98,7 +96,7 @@ def launch(*, plan_for: str, dry_run: bool, emit: str | None, **options: Any) ->
     if plan_for:
         click.echo(described(run, plan_for))
     elif emit:
-        click.echo(local_run.EMITTED[emit](run), nl=False)
+        click.echo(EMITTED[emit](run), nl=False)
     elif dry_run:
         commands = local_run.commands_of(placed(run, usable_devices()))
         click.echo(local_run.resolved_text(run, commands=commands), nl=False)
@@ -138,7 +136,7 @@ def _carry_out(run: LocalRun, given: LocalRun) -> None:
     run.logs.mkdir(exist_ok=True)
     if run.goes_on and run.prepare:
         logger.info("the run goes on with what was prepared for it")
-    for program, *options in () if run.goes_on else run.prepare:
+    for program, *options in run.due:
         logger.info("preparing: %s", " ".join((program, *options[:1])))
         own = {"python": (sys.executable,), "async-grpo": run_processes.COMMAND}
         _finish(*own.get(program, (program,)), *options)

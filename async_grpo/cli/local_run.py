@@ -63,6 +63,11 @@ class LocalRun(Setup):
         return is_kept and newest_checkpoint(self.folder) is not None
 
     @property
+    def due(self) -> tuple[tuple[str, ...], ...]:
+        """The commands of `prepare` that a start runs: none when the run resumes."""
+        return () if self.goes_on else self.prepare
+
+    @property
     def is_finished(self) -> bool:
         """Whether its folder holds a checkpoint of the last batch, and an exported model."""
         batches, _ = newest_checkpoint(self.folder) or (0, None)

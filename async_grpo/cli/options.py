@@ -12,13 +12,7 @@ from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
 from async_grpo.cli.run_file import OF_TRL, table_of
-from async_grpo.config.option import (
-    flag,
-    groups_of,
-    option_docs,
-    option_fields,
-    option_types,
-)
+from async_grpo.config.option import flag, groups_of, option_docs, option_fields, option_types
 
 NOT_BUILT = ("tensor", "pipeline", "context")  # ways to divide a model among ranks
 

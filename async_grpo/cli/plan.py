@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from async_grpo.check.finding import tried
 from async_grpo.cli.assignment import placed_on
 from async_grpo.cli.boundary import command_boundary
 from async_grpo.cli.launch_file import run_of
@@ -188,7 +189,6 @@ def _prompt_of_data(run: LocalRun) -> int:
     """Mean tokens of the run's prompts; 0 where its data or tokenizer is not here."""
     from async_grpo.check.data_read import read_data
     from async_grpo.check.facts import read_model
-    from async_grpo.check.finding import tried
     from async_grpo.model.model_folder import ModelFacts
 
     model = read_model(run)

@@ -312,8 +312,7 @@ def trust_words(run: LocalRun, *, file: str) -> tuple[str, ...]:
 
 def _code_of(run: LocalRun) -> list[tuple[str, str]]:
     """(option, value) of each option that runs code, or is sent a secret."""
-    prepare = () if run.goes_on else run.prepare
-    found = [("prepare", shlex.join(command)) for command in prepare]
+    found = [("prepare", shlex.join(command)) for command in run.due]
     named = [("environment", name) for name in sorted(run.train.environments)]
     named += [("algorithm", run.train.objective.algorithm)]
     for each in run.workers:

@@ -123,8 +123,7 @@ def refuse_broken(run: LocalRun, *, say: Say, is_prepared: bool = False) -> None
     from async_grpo.check.checks import check_all
     from async_grpo.check.facts import gather
 
-    prepare = () if is_prepared or run.goes_on else run.prepare
-    run = replace(run, file="the run", prepare=prepare)
+    run = replace(run, file="the run", prepare=() if is_prepared else run.due)
     facts = replace(gather(run, cost=Cost.AT_ONCE), num_devices=run.num_devices)
     findings = check_all(run, facts, cost=Cost.AT_ONCE)
     unsaid = ("warning",) if is_prepared else ()

@@ -61,9 +61,7 @@ def evaluate(model: str, data: str, **options: Any) -> None:
     e.g. runs/mine/hf_format/samples_1000 held_out.jsonl --samples 8 --reward-fns countdown
     """
     config = EvaluateConfig(**options)
-    _begin(logging_level=config.logging_level)
-    folder = local_folder(model, revision=config.model_revision)
-    _check_model(folder)
+    folder = _begin(config, model)
     mapping = parse_column_mapping(config.column_mapping)
     check_source(data, option="DATA", build=lambda row: Columns(row, mapping=mapping))
     measured = _measured(config, model=os.path.abspath(folder), data=data)
@@ -164,9 +162,7 @@ def generate(**options: Any) -> None:
     e.g. --model-path models/large --data-path questions.jsonl --output pairs.jsonl
     """
     config = GenerateConfig(**options)
-    _begin(logging_level=config.logging_level)
-    folder = local_folder(config.model_path, revision=config.model_revision)
-    config = replace(config, model_path=folder)
+    config = replace(config, model_path=_begin(config, config.model_path))
     _check_at_once(config)
     from async_grpo.run.written_pairs import generate_pairs  # seconds, as all that needs torch
 
@@ -175,8 +171,7 @@ def generate(**options: Any) -> None:
 
 
 def _check_at_once(config: GenerateConfig) -> None:
-    """Check the model's folder, the data and the output's place, before torch is imported."""
-    _check_model(config.model_path)
+    """Check the data and the output's place, before torch is imported."""
     mapping = parse_column_mapping(config.column_mapping)
     check_source(
         config.data_path, option="--data-path", build=lambda row: Columns(row, mapping=mapping)
@@ -202,24 +197,20 @@ def serve(model: str, **options: Any) -> None:
     e.g. runs/mine/hf_format/samples_1000 --port 8001
     """
     config = ServeConfig(**options)
-    _begin(logging_level=config.logging_level)
-    folder = local_folder(model, revision=config.model_revision)
-    _check_model(folder)
+    folder = _begin(config, model)
     from async_grpo.gateway import serving  # seconds, as all that needs torch
 
     serving.serve(folder, config, name=model, say=click.echo)
 
 
-def _begin(*, logging_level: str) -> None:
-    """Set variables, logging and signals; each of the commands does it first."""
+def _begin(config: EvaluateConfig | GenerateConfig | ServeConfig, model: str) -> str:
+    """Set variables, logging and signals; return the model's folder, whose files are checked."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     logging.basicConfig(level="WARNING", format="%(levelname)s %(message)s")
-    logging.getLogger("async_grpo").setLevel(logging_level)
+    logging.getLogger("async_grpo").setLevel(config.logging_level)
     interrupt_once()
-
-
-def _check_model(folder: str) -> None:
-    """Raise `UnfitModel` for files that are missing or cut off."""
+    folder = local_folder(model, revision=config.model_revision)
     check_files(Path(folder))
     check_tokenizer_files(Path(folder))
+    return folder

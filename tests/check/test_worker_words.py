@@ -2,14 +2,14 @@
 
 from types import SimpleNamespace
 
-from async_grpo.check import checks
+from async_grpo.check import checks, worker_tables
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.model.model_folder import ModelFacts
 
 
 def test_a_reference_is_told_by_the_tokens_that_it_scores_and_not_by_an_engine_s_limit(monkeypatch):
-    monkeypatch.setattr(checks, "check_engine", lambda *_: None)
+    monkeypatch.setattr(worker_tables, "check_engine", lambda *_: None)
     monkeypatch.setattr(checks, "check_worker", lambda *_: None)
     model = ModelFacts("m", 128, 512, (1,), "hash")
     engine = WorkerConfig(model_path="m", max_model_len=256)
