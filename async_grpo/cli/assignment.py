@@ -9,7 +9,7 @@ from async_grpo.cli.local_run import LocalRun
 from async_grpo.config.roles import GENERATION, JUDGE
 from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.devices.inventory import Inventory
-from async_grpo.devices.placement import Demand, Placement, Seat, plan
+from async_grpo.devices.placement import Demand, Placement, plan
 from async_grpo.util.errors import ConfigError
 
 OF_ENGINE, OF_SCORER = 4, 2  # weights of shares: an engine and a trainer hold more than a forward
@@ -151,13 +151,9 @@ def _on_devices(run: LocalRun, nodes: Sequence[Node]) -> Iterator[Dispatch]:
     with_devices = [number for number, each in enumerate(run.workers) if each.num_devices]
     for number, demand in zip(with_devices, others, strict=True):
         own = [next(seats) for _ in range(demand.count)]
-        yield from _by_node(number, own, nodes)
-
-
-def _by_node(number: int, seats: Sequence[Seat], nodes: Sequence[Node]) -> Iterator[Dispatch]:
-    for index, node in enumerate(nodes):
-        if here := [seat for seat in seats if seat.node == index]:
-            yield Dispatch(number, node, len(here), here[0].share)
+        for index, node in enumerate(nodes):
+            if here := [seat for seat in own if seat.node == index]:
+                yield Dispatch(number, node, len(here), here[0].share)
 
 
 def _on_cpus(

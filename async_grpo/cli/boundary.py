@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import TracebackType
 from typing import NoReturn
 
 import click
@@ -70,13 +70,9 @@ def _culprit(error: ImportError) -> str:
     missing = (error.name or "").partition(".")[0]
     if missing in DEPENDENCIES:
         return missing
-    trace: TracebackType | None = error.__traceback__
-    while trace is not None:
-        importing = str(trace.tb_frame.f_globals.get("__name__", "")).partition(".")[0]
-        if importing in DEPENDENCIES:
-            return importing
-        trace = trace.tb_next
-    return ""
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    importing = (str(each.f_globals.get("__name__", "")).partition(".")[0] for each in frames)
+    return next((package for package in importing if package in DEPENDENCIES), "")
 
 
 def _one_line(error: BaseException) -> str:

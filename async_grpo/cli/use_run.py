@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -201,9 +202,7 @@ def make_page(
     """Write the page of `rollouts`; raises `ConfigError` where `path` cannot be written."""
     from async_grpo.viewing.page.build import write_page  # with numpy
 
-    def find(model: str) -> object:
-        return _tokenizer(tokenizer, model=model, run=run)
-
+    find = partial(_tokenizer, named=tokenizer, run=run)
     try:
         return write_page(run, path, max_samples=max_samples, max_mib=max_mib, find_tokenizer=find)
     except OSError as error:
@@ -211,7 +210,7 @@ def make_page(
         raise ConfigError(f"cannot write {path} ({reason}): choose another --output") from error
 
 
-def _tokenizer(named: str, *, model: str, run: Path) -> object:
+def _tokenizer(model: str, *, named: str, run: Path) -> object:
     """The tokenizer that the user named, or of the run's model or an export, or None."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is downloaded for a page
     from async_grpo.environments.chat.find import find_tokenizer  # seconds

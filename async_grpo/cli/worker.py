@@ -78,7 +78,9 @@ def serve_on(cluster: Cluster, config: WorkerConfig) -> None:
     except (ConfigError, DataError, UnfitModel):
         raise  # the end of a cluster causes none of these
     except AsyncGrpoError:
-        if not _ends_soon(cluster, places):
+        # The end of a cluster loses its workers before its head.
+        looks = poll(every_s=WATCH_INTERVAL_S, within_s=deadlines.HEAD_ENDED_S)
+        if not any(cluster.has_ended(places) for _ in looks):
             raise
     click.echo("the Ray cluster has ended, and the workers with it")
 
@@ -113,9 +115,3 @@ def _serve_on_cluster(config: WorkerConfig, cluster: Cluster, places: Places) ->
             interrupts.interrupt_once()  # a second signal ends the drain
             workers.drain(timeout_s=config.drain_timeout_s)
             raise
-
-
-def _ends_soon(cluster: Cluster, places: Places) -> bool:
-    """Whether the cluster ends within seconds: it loses its workers before its head."""
-    looks = poll(every_s=WATCH_INTERVAL_S, within_s=deadlines.HEAD_ENDED_S)
-    return any(cluster.has_ended(places) for _ in looks)

@@ -195,14 +195,12 @@ class Workers:
             if too_small:
                 break
         what = (too_small or missing)[0]
+        # A trainer's ranks hold devices too.
+        holders = self._cluster.holders_here(what) if what == "GPU" else ""
+        held = f", held by {holders}" if holders else ""
         raise (ConfigError if too_small else ClusterError)(
             f"{self._config.num_workers} {self._config.role} worker(s) need "
             f"{needed[what]:g} {what} of Ray on this node, {free.get(what, 0.0):g} of "
-            f"{whole.get(what, 0.0):g} are free{self._held(what)}: stop other workers, "
+            f"{whole.get(what, 0.0):g} are free{held}: stop other workers, "
             f"or start Ray with a larger --num-{what.lower()}s"
         )
-
-    def _held(self, what: str) -> str:
-        """Name the actors that hold devices of this node, a trainer's ranks among them."""
-        holders = self._cluster.holders_here(what) if what == "GPU" else ""
-        return f", held by {holders}" if holders else ""
