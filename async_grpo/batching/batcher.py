@@ -1,8 +1,8 @@
 """The experience batcher: from finished groups to rounds, with every sample accounted for.
 
-consumes:     finished groups of slots (slots.py), and the news that a batch was published
-produces:     the same number of items to every rank: minibatches, closed by `EndOfStep`
-waits for:    ranks that ask, samples that are ready
+consumes:     finished groups of slots (slots.py); published batches
+produces:     the same number of items for every rank: minibatches, closed by `EndOfStep`
+waits for:    requests of ranks, ready samples
 unblocked by: a rank's request, a finished group
 """
 
@@ -43,11 +43,9 @@ from async_grpo.types import (
 if TYPE_CHECKING:
     from async_grpo.cluster.handles import RecorderHandle
 
-RESTART = "restart"  # why work of later steps is done again: of the run, or of its batcher
-
 
 class ExperienceBatcher:
-    """Thin: admission, ledger, rounds and sums decide, this moves things between them."""
+    """Moves samples between admission, ledger, rounds and sums, which make the decisions."""
 
     def __init__(
         self,
@@ -99,12 +97,12 @@ class ExperienceBatcher:
         )
         self._outbox = Outbox(plan.num_ranks)
         self._parts: dict[Key, Sample] = {}
-        self._sent = [Tally()] * plan.num_ranks  # of the current step
-        self._news = asyncio.Event()  # a round may go out that could not before
+        self._sent = [Tally()] * plan.num_ranks  # by rank, of the current step
+        self._news = asyncio.Event()  # set when a further round may go out
         self._has_begun = False
 
     async def published(self, version: WeightsVersion) -> None:
-        """Weights are out: the staleness window moves, and slots start."""
+        """Weights are published: the staleness window moves, and slots start."""
         if not self._has_begun:
             self._has_begun = True
             self._begin(self._send_rounds(), name="rounds")
@@ -114,17 +112,17 @@ class ExperienceBatcher:
         self._slots.start()
 
     def control_asked(self) -> None:
-        """A larger staleness, which controls may have, opens the window now."""
+        """Controls have changed: a larger staleness opens the window now."""
         self._window.max_staleness = max(self._controls.staleness)
         if self._has_begun:
             self._slots.start()
 
     async def next_items(self, rank: int, index: int) -> StreamItems:
-        """Answer `index` of a rank's stream; asking for it again gives it again."""
+        """Answer `index` of a rank's stream; a repeated call gets the same answer."""
         return await self._outbox.take(rank, index)
 
     async def taught_again(self, rank: int, index: int, keys: Sequence[RowKey]) -> Minibatch:
-        """Item `index` of a rank with new tickets for these samples, whose payloads are lost."""
+        """Item `index` of a rank, with new tickets for these samples, whose payloads are lost."""
         item, *end = await self._outbox.take(rank, index)
         assert isinstance(item, Minibatch), "only minibatches have tickets"
         lost = tuple(sample for sample in item.samples if sample.key in keys)
@@ -141,7 +139,7 @@ class ExperienceBatcher:
         self._news.set()
 
     def fail(self, error: BaseException) -> None:
-        """Every rank that asks for an item gets `error`."""
+        """Every rank that requests an item gets `error`."""
         self._outbox.fail(error)
 
     def status(self) -> PipelineStatus:
@@ -191,14 +189,14 @@ class ExperienceBatcher:
     async def _send_rounds(self) -> None:
         while True:
             await self._outbox.wait_for_demand()
-            await self._payloads.fetched()  # ranks that ask hold all of the item before
+            await self._payloads.fetched()  # ranks that request an item have fetched the last one
             self._news.clear()
             now_s = asyncio.get_running_loop().time()
             formed = self._rounds.next_round(now_s, hungry=self._outbox.is_hungry)
-            items: list[Sequence[StreamItem]] = []  # each one a rank
+            items: list[Sequence[StreamItem]] = []  # each for all ranks
             if isinstance(formed, Round):
                 items.append(self._minibatches(formed))
-                formed = self._rounds.end_step()  # with the last round, every rank asks once less
+                formed = self._rounds.end_step()  # goes out with the last round: one request less
             if formed is not None:
                 items.append(await self._ends_of_step(formed))
             if items:
@@ -213,7 +211,7 @@ class ExperienceBatcher:
         for rank, keys in enumerate(formed.bins):
             parts = tuple(self._parts.pop(key) for key in keys)
             for part in parts:
-                is_first = part.row == 0  # a sample is counted where its first row is trained
+                is_first = part.row == 0  # a sample is counted with its first row
                 self._ledger.settle(
                     part.ordinal,
                     fate="trained",
@@ -236,8 +234,8 @@ class ExperienceBatcher:
         return tuple(minibatches)
 
     async def _ends_of_step(self, step: StepKey) -> list[EndOfStep]:
-        """One a rank; the way back is rank 0's to keep."""
-        await self._log.flush()  # what a checkpoint of this step counts is in the dump
+        """One for each rank; only rank 0's has the resume point and the evaluations."""
+        await self._log.flush()  # the dump must have all samples that a checkpoint counts
         await self._payloads.step_ended()
         end = self._end_of_step(step)
         config = self._plan.config
@@ -275,8 +273,8 @@ class ExperienceBatcher:
         )
 
     def _resume_point(self) -> ResumePoint:
-        """The cut between the step that has just ended and the next one."""
+        """The point between the step that has just ended and the next one."""
         first = self._rounds.current_step
-        ledger = self._ledger.rolled_back(first=first, reason=RESTART)
+        ledger = self._ledger.rolled_back(first=first, reason="restart")
         excluded = tuple(sorted(self._pipeline.workers.quarantine.questions))
         return ResumePoint(first.batch, first.step_in_batch, ledger.state(), excluded)

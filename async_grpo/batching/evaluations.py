@@ -1,13 +1,13 @@
 """The evaluations of a run, beside its training, which never waits for them.
 
-consumes:     the news of published weights; the questions of the sets that are due with them
-produces:     a result of every such set, what came of each question, or why there is none
+consumes:     published weights; the questions of the sets that are due with them
+produces:     a result of every such set, with the outcome of each question, or why there is none
 waits for:    the sets of one evaluation, one after the other; leases, generation, verdicts
 unblocked by: the worker that keeps the weights, or others that serve them; verifiers
 
-While it samples, one generation worker keeps the weights that are evaluated, where there are
-several; with one alone the samples come of the weights that it has, few at a time, and the result
-says which. After the last batch no training needs them: all workers sample.
+If there are several generation workers, one keeps the evaluated weights while it samples. A single
+one samples a few questions at a time with the weights that it has, which the result names. After
+the last batch, training needs no workers, and all of them sample.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from async_grpo.batching.leased_work import LAST, EvaluationTerms
 from async_grpo.batching.ledger import Ledger, SlotAccount
 from async_grpo.batching.pipeline import SlotPipeline
 from async_grpo.batching.records import BatcherPlan, SetPlan
+from async_grpo.batching.slots import Begin
 from async_grpo.config.roles import ENVIRONMENT, GENERATION
 from async_grpo.types import (
     Episode,
@@ -44,43 +45,33 @@ if TYPE_CHECKING:
     from async_grpo.controller.registry import WorkerRegistry
 
 logger = logging.getLogger(__name__)
-Begin = Callable[..., asyncio.Task[None]]
 STILL_RUNNING = "the evaluation before it was still running"
 
 
+@dataclass(slots=True, eq=False)
 class Evaluations:
-    """One at a time; of those that become due meanwhile only the last of the run is waited for."""
+    """Runs one evaluation at a time, and skips those due meanwhile, except the run's last."""
 
-    def __init__(
-        self,
-        plan: BatcherPlan,
-        pipeline: SlotPipeline,
-        registry_of: Callable[[str], WorkerRegistry],
-        *,
-        begin: Begin,
-    ) -> None:
-        """`begin(work, name=…)` makes a task, whose failure ends the run."""
-        self._plan = plan
-        self._sets = plan.sets
-        self._pipeline = pipeline
-        self._registry_of = registry_of
-        self._begin = begin
-        self._running: asyncio.Task[None] | None = None
-        self._results: list[EvaluationResult] = []  # that nobody has taken
-        self._asked: set[int] = set()  # batches in weights that somebody wants evaluated
+    plan: BatcherPlan
+    pipeline: SlotPipeline
+    registry_of: Callable[[str], WorkerRegistry]
+    begin: Begin
+    _running: asyncio.Task[None] | None = None
+    _results: list[EvaluationResult] = field(default_factory=list)  # not taken yet
+    _asked: set[int] = field(default_factory=set)  # numbers of batches, by `ask`
 
     def ask(self, batches: int) -> None:
-        """The weights after so many batches are to be evaluated, on all sets."""
+        """Evaluate the weights after so many batches on all sets."""
         self._asked.add(batches)
 
     def published(self, version: WeightsVersion) -> None:
-        """Weights are out: begin what is due with them."""
-        is_due = self._plan.config.evaluates
+        """Weights are published: begin the evaluations that are due with them."""
+        is_due = self.plan.config.evaluates
         is_asked = version.batches in self._asked
-        due = [each for each in self._sets if is_asked or is_due(each.config, version.batches)]
+        due = [each for each in self.plan.sets if is_asked or is_due(each.config, version.batches)]
         if not due:
             return
-        is_last = version.batches == self._plan.config.batching.num_training_batches
+        is_last = version.batches == self.plan.config.batching.num_training_batches
         before = self._running if self._running and not self._running.done() else None
         if before and not is_last:
             logger.warning("nothing is evaluated of weights %s: %s", version, STILL_RUNNING)
@@ -92,15 +83,15 @@ class Evaluations:
             ]
             return
         work = self._run(due, version, after=before, is_last=is_last)
-        self._running = self._begin(work, name=f"evaluate-{version}")
+        self._running = self.begin(work, name=f"evaluate-{version}")
 
     def take(self) -> tuple[EvaluationResult, ...]:
-        """Those of sets that have ended since the last call."""
+        """The results of sets that have ended since the last call."""
         results, self._results = tuple(self._results), []
         return results
 
     async def finished(self) -> tuple[EvaluationResult, ...]:
-        """As `take`, once all that has begun has ended; raises what has ended the run."""
+        """As `take`, once no evaluation is running; raises the error of one that has failed."""
         if self._running:
             await asyncio.wait({self._running})
             self._running.result()
@@ -116,27 +107,21 @@ class Evaluations:
     ) -> None:
         if after:
             await asyncio.wait({after})
-        generation = self._registry_of(GENERATION)
+        generation = self.registry_of(GENERATION)
         held = contextlib.nullcontext(None) if is_last else generation.held(version)
         with held as hold:
             for each in due:
-                result = await self._evaluated(each, version, hold)
-                self._results.append(result)  # the list of now, of which others have taken
-
-    async def _evaluated(
-        self, found: SetPlan, version: WeightsVersion, hold: Hold | None
-    ) -> EvaluationResult:
-        num_at_once = partial(self._num_at_once, found.config.samples, hold)
-        evaluation = SetEvaluation(found, self._pipeline, version, hold, num_at_once)
-        result = await evaluation.run()
-        name = found.config.name or "held-out questions"
-        logger.info("evaluated %s of weights %s", name, version)
-        return result
+                num_at_once = partial(self._num_at_once, each.config.samples, hold)
+                evaluation = SetEvaluation(each, self.pipeline, version, hold, num_at_once)
+                result = await evaluation.run()
+                name = each.config.name or "held-out questions"
+                logger.info("evaluated %s of weights %s", name, version)
+                self._results.append(result)  # after the await: `take` replaces the list
 
     def _num_at_once(self, samples: int, hold: Hold | None) -> int:
-        """Questions in work at a time."""
-        rooms = [self._registry_of(GENERATION).room(hold)]
-        if (environments := self._registry_of(ENVIRONMENT)).members:
+        """The number of questions that may be in work at a time."""
+        rooms = [self.registry_of(GENERATION).room(hold)]
+        if (environments := self.registry_of(ENVIRONMENT)).members:
             rooms.append(environments.room(hold))
         return max(1, int(min(rooms) // samples))
 
@@ -147,18 +132,18 @@ class SetEvaluation:
 
     plan: SetPlan
     pipeline: SlotPipeline
-    version: WeightsVersion  # that is evaluated
+    version: WeightsVersion  # the evaluated one
     hold: Hold | None  # of the worker that keeps it; None: any worker samples
-    num_at_once: Callable[[], int]  # questions, which may become fewer on the way
-    _ledger: Ledger = field(default_factory=Ledger)  # its own: nothing of it is trained
-    _sampled: list[WeightsVersion] = field(default_factory=list)  # oldest and newest of any token
+    num_at_once: Callable[[], int]  # questions in work; may decrease meanwhile
+    _ledger: Ledger = field(default_factory=Ledger)  # apart from the run's: nothing is trained
+    _sampled: list[WeightsVersion] = field(default_factory=list)  # oldest and newest of all tokens
     _outcomes: dict[int, QuestionOutcome] = field(default_factory=dict)
     _failure: SlotFailed | None = None
 
     async def run(self) -> EvaluationResult:
-        """Sample and grade every question; raises `WorkerError` where nothing of all that works.
+        """Sample and grade every question.
 
-        That is when nothing could be graded before anything was trained.
+        Raises `WorkerError` if none could be graded, and no batch has been trained yet.
         """
         started, questions = time.monotonic(), self.plan.questions
         numbers = iter(range(len(questions)))
@@ -179,7 +164,7 @@ class SetEvaluation:
         )
 
     async def _play(self, player: int, numbers: Iterator[int]) -> None:
-        """One question after the other, as long as there is room for so many players."""
+        """Grade one question after the other, while there is room for so many players."""
         while not player or player < self.num_at_once():
             if (number := next(numbers, None)) is None:
                 return
@@ -209,7 +194,9 @@ class SetEvaluation:
             lost_at = error.stage if isinstance(error, SlotFailed) else "deadline"
             self._failure = SlotFailed(lost_at, str(error))
             return QuestionOutcome(question.dataset_type, config.samples, failure=lost_at)
-        versions = [*self._sampled, *_versions(episodes)]
+        rows = (row for episode in episodes for row in episode.rows)
+        spans = (span.version for row in rows for span in row.weights_versions)
+        versions = [*self._sampled, *spans]
         self._sampled = [min(versions), max(versions)] if versions else []
         return _outcome(question.dataset_type, episodes, verdicts)
 
@@ -227,14 +214,8 @@ def _outcome(
     )
 
 
-def _versions(episodes: Sequence[Episode]) -> Iterator[WeightsVersion]:
-    for episode in episodes:
-        for row in episode.rows:
-            yield from (span.version for span in row.weights_versions)
-
-
 def first_seed(seed: int) -> int:
-    """Where the seeds of a set's samples begin, below 2^32: torch's CPU generator reads no more.
+    """The first seed of a set's samples, below 2^32: torch's CPU generator reads no more bits.
 
     Multiplied by an odd number near 2^32 / the golden ratio, so that seeds lie far apart (Knuth,
     TAOCP 3, 6.4).

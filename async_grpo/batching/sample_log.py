@@ -1,8 +1,8 @@
-"""Finished samples on their way to the run's recorder: what the model wrote, what became of it.
+"""The queue of finished samples to the run's recorder: their texts, rewards and fates.
 
-consumes:     groups whose samples have a fate; which rank was sent what, in which round
-produces:     lines for the dump (`run.companions` writes them), one call under way at a time
-waits for:    the recorder, in a task of its own; a step's end waits a little for the queue
+consumes:     groups whose samples have a fate; the minibatches of each round, by rank
+produces:     lines for the dump (`run.companions` writes them), in one call at a time
+waits for:    the recorder, in a separate task; a step's end waits a little for the queue
 unblocked by: the recorder's answer, or its deadline
 """
 
@@ -39,7 +39,7 @@ MAX_QUEUED_BYTES = 64 * 2**20
 
 
 class SampleLog:
-    """Sends samples to a recorder that may be slow or dead; what it does not take is counted."""
+    """Sends samples to a recorder that may be slow or dead; counts the samples that are lost."""
 
     def __init__(
         self,
@@ -48,20 +48,20 @@ class SampleLog:
         next_ordinal: int = 0,
         has_tokens: bool = False,
     ) -> None:
-        """None: nothing is dumped. The dump is cut back to `next_ordinal` before the first line."""
+        """`recorder`: None dumps nothing. It cuts the dump back to `next_ordinal` first."""
         self._recorder = recorder
         self._writer = uuid.uuid4().hex
         self._next_ordinal = next_ordinal
         self._has_tokens = has_tokens
-        self._queue: list[tuple[int, bytes]] = []  # samples of a group, and their lines
+        self._queue: list[tuple[int, bytes]] = []  # (number of samples, their pickled lines)
         self._queued_bytes = 0
         self._sending: asyncio.Task[None] | None = None
         self._notices: list[str] = []
-        self._rounds: list[list[list[RowKey]]] = []  # of the current step: what each rank was sent
-        self._has_told = False  # that something is missing
-        self._is_away = False  # the recorder: it has died, and is being started again
-        self._num_unsent = 0
-        self._num_refused = 0  # by the recorder's disk
+        self._rounds: list[list[list[RowKey]]] = []  # of the current step: keys by round and rank
+        self._has_told = False  # a notice says that samples are missing
+        self._is_away = False  # the recorder has died, and is being started again
+        self._num_unsent = 0  # samples
+        self._num_refused = 0  # samples that the recorder's disk did not take
 
     @property
     def num_lost(self) -> int:
@@ -69,13 +69,13 @@ class SampleLog:
         return self._num_unsent + self._num_refused
 
     def take_notices(self) -> tuple[str, ...]:
-        """What people should hear of since the last call, in sentences."""
+        """Sentences for the user since the last call."""
         notices = tuple(self._notices)
         self._notices.clear()
         return notices
 
     def write(self, group: Group, *, batch: int, fates: tuple[str, ...]) -> None:
-        """Queue the group; `fates` says of each sample what became of it."""
+        """Queue the lines of a group; `fates` has the fate of each sample."""
         if self._recorder is None:
             return
         lines = [
@@ -103,7 +103,7 @@ class SampleLog:
             self._rounds.append([[part.key for part in each.samples] for each in minibatches])
 
     async def end_step(self, end: EndOfStep, batching: BatchingOptions, *, ratio_mode: str) -> None:
-        """Tell what the step was made of, and wait for that a moment."""
+        """Queue the step's line with its rounds, and wait a moment for the queue."""
         if self._recorder is None:
             return
         first = end.batch * batching.batch_size + end.step_in_batch * batching.questions_per_step
@@ -122,7 +122,7 @@ class SampleLog:
         await self.flush()
 
     def _queue_up(self, lines: object, *, num_samples: int) -> None:
-        content = pickle.dumps(lines)  # JSON is the recorder's work: it takes many times longer
+        content = pickle.dumps(lines)  # the recorder writes JSON, which takes many times longer
         if self._queued_bytes + len(content) > MAX_QUEUED_BYTES:
             self._count_unsent(num_samples, "the run's recorder is slower than the run")
             return
@@ -132,33 +132,33 @@ class SampleLog:
             self._sending = asyncio.create_task(self._send(), name="sample-log")
 
     async def flush(self) -> None:
-        """Wait until nothing is queued, or for a moment: no step stands still for the dump."""
+        """Wait until the queue is empty, but only a moment: no step is delayed by the dump."""
         if self._sending is not None:
             await asyncio.wait({self._sending}, timeout=deadlines.RECORDER_FLUSH_S)
 
     async def _send(self) -> None:
         while self._queue and self._recorder is not None:
-            groups: list[tuple[int, bytes]] = []  # no lines: whether it is there again
+            groups: list[tuple[int, bytes]] = []  # empty: ask whether it is there again
             if not self._is_away:
                 groups, self._queue, self._queued_bytes = self._queue, [], 0
-            call = self._recorder.write.remote(
-                self._writer, self._next_ordinal, [content for _, content in groups]
-            )
+            number = sum(number for number, _ in groups)
+            contents = [content for _, content in groups]
+            call = self._recorder.write.remote(self._writer, self._next_ordinal, contents)
             try:
                 self._num_refused, notices = await handles.call(
                     call, timeout_s=deadlines.RECORDER_WRITE_S, who="the run's recorder"
                 )
             except ProcessLostError as error:
-                self._has_died(sum(number for number, _ in groups), str(error))
+                self._has_died(number, str(error))
                 await asyncio.sleep(deadlines.RECORDER_AGAIN_S)
             except AsyncGrpoError as error:
-                self._count_unsent(sum(number for number, _ in groups), str(error))
+                self._count_unsent(number, str(error))
             else:
                 self._is_away, self._next_ordinal = False, sys.maxsize  # the dump is cut back
                 self._notices += notices
 
     def _has_died(self, number: int, reason: str) -> None:
-        """Count what it had; another one knows nothing of it, nor of what the disk had refused."""
+        """Count what it was sent and what it had refused: the next recorder starts from zero."""
         self._num_unsent, self._num_refused = self._num_unsent + self._num_refused + number, 0
         if not self._is_away:
             self._notices.append(
@@ -179,7 +179,7 @@ class SampleLog:
 def _line(
     sample: Sample, attempt: int, batch: int, fate: str, *, has_tokens: bool
 ) -> dict[str, object]:
-    """`SampleDump.cut_back` reads the first two."""
+    """The line of a sample; `SampleDump.cut_back` reads its first two columns."""
     verdict, episode = sample.verdict, sample.episode
     return {
         "batch": batch,
@@ -212,9 +212,9 @@ def _line(
 
 
 def _turns(episode: Episode) -> list[dict[str, object]]:
-    """What the model read and what it wrote, in order; the recorder writes read ids as text."""
+    """What the model read and what it wrote, in order; the recorder decodes the ids it read."""
     lines: list[dict[str, object]] = []
-    ends: dict[int, int] = {}  # of the turns so far, by row
+    ends: dict[int, int] = {}  # by row: the end of its turns so far, in tokens
     for turn, (number, start) in zip(episode.turns, episode.places, strict=False):
         row = episode.rows[number]
         is_new = number not in ends
@@ -240,7 +240,7 @@ def _spans(spans: Iterable[VersionSpan]) -> list[list[object]]:
 
 
 def _token_columns(sample: Sample) -> dict[str, object]:
-    """A list each, of one a row; about 90 bytes an output token, as JSON."""
+    """Columns with a list entry for each row; about 90 bytes for an output token, as JSON."""
     parts, rows = sample.parts(), sample.episode.rows
     return {
         "input_token_ids": [row.prompt_token_ids for row in rows],

@@ -63,7 +63,7 @@ class ServedRun:
         self.calls: set[asyncio.Task[object]] = set()  # cancelled when the run ends
         self.pipeline = SlotPipeline(plan, registry_of)
         self.controls = Controls(plan)
-        self.evaluations = Evaluations(plan, self.pipeline, registry_of, begin=self._begin)
+        self.evaluations = Evaluations(plan, self.pipeline, registry_of, self._begin)
         self.batcher = ExperienceBatcher(
             plan,
             self.pipeline,
