@@ -21,12 +21,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
-from async_grpo.batching.admission import StepKey
+from async_grpo.batching.admission import FIRST_STEP
 from async_grpo.batching.failures import SlotFailed, nothing_graded
 from async_grpo.batching.leased_work import LAST, EvaluationTerms
 from async_grpo.batching.ledger import Ledger, SlotAccount
 from async_grpo.batching.pipeline import SlotPipeline
-from async_grpo.batching.records import BatcherPlan, SetPlan
+from async_grpo.batching.records import BatcherPlan, RegistryOf, SetPlan
 from async_grpo.batching.slots import Begin
 from async_grpo.config.roles import ENVIRONMENT, GENERATION
 from async_grpo.types import (
@@ -42,7 +42,6 @@ from async_grpo.util.waiting import together
 
 if TYPE_CHECKING:
     from async_grpo.controller.balancer import Hold
-    from async_grpo.controller.registry import WorkerRegistry
 
 logger = logging.getLogger(__name__)
 STILL_RUNNING = "the evaluation before it was still running"
@@ -54,7 +53,7 @@ class Evaluations:
 
     plan: BatcherPlan
     pipeline: SlotPipeline
-    registry_of: Callable[[str], WorkerRegistry]
+    registry_of: RegistryOf
     begin: Begin
     _running: asyncio.Task[None] | None = None
     _results: list[EvaluationResult] = field(default_factory=list)  # not taken yet
@@ -145,20 +144,20 @@ class SetEvaluation:
 
         Raises `WorkerError` if none could be graded, and no batch has been trained yet.
         """
-        started, questions = time.monotonic(), self.plan.questions
+        started, questions, config = time.monotonic(), self.plan.questions, self.plan.config
         numbers = iter(range(len(questions)))
         players = min(self.num_at_once(), len(questions))
         await together((self._play(n, numbers) for n in range(players)), name="held-out")
         outcomes = tuple(self._outcomes[number] for number in range(len(questions)))
         if self._failure and all(each.failure for each in outcomes) and not self.version.batches:
-            whose = f" of {self.plan.config.name}" if self.plan.config.name else ""
+            whose = f" of {config.name}" if config.name else ""
             raise WorkerError(nothing_graded(f"the held-out questions{whose}", self._failure))
         return EvaluationResult(
-            name=self.plan.config.name,
+            name=config.name,
             version=self.version,
             oldest=min(self._sampled, default=self.version),
             newest=max(self._sampled, default=self.version),
-            samples_per_question=self.plan.config.samples,
+            samples_per_question=config.samples,
             questions=outcomes,
             seconds=time.monotonic() - started,
         )
@@ -172,7 +171,7 @@ class SetEvaluation:
 
     async def _grade(self, number: int) -> QuestionOutcome:
         config, question = self.plan.config, self.plan.questions[number]
-        self._ledger.admit(number, num_samples=config.samples, step=StepKey(0, 0))
+        self._ledger.admit(number, num_samples=config.samples, step=FIRST_STEP)
         request = GenerationRequest(
             number,
             0,

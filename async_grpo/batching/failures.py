@@ -35,6 +35,7 @@ from async_grpo.util.errors import DeadlineError, WorkerError
 
 logger = logging.getLogger(__name__)
 Requests = tuple[VerificationRequest, ...]
+Verdicts = tuple[Verdict, ...]
 QUARANTINE = "quarantine"  # stage of a failure: the question kills workers
 VERIFICATION = "verification"  # stage of a failure: an output cannot be graded
 # A batch in which no group is graded, and one failed in one of these stages, ends the run.
@@ -240,9 +241,7 @@ class Grading:
     # By kind: the first sentence about each problem that costs no group, or not yet.
     warnings: dict[tuple[str, ...], str] = field(default_factory=dict)
 
-    async def verdicts(
-        self, requests: Requests, *, rewards: tuple[str, ...] = ()
-    ) -> tuple[Verdict, ...]:
+    async def verdicts(self, requests: Requests, *, rewards: tuple[str, ...] = ()) -> Verdicts:
         """The final verdict of each request, which may be an error.
 
         `rewards`: the adapters that grade; empty: those of the question's type.

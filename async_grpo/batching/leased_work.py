@@ -133,8 +133,7 @@ class LeasedWorkers:
         `NoWorkerError` when no worker makes progress.
         """
         final: tuple[type[AsyncGrpoError], ...] = (NoWorkerError, *work.gives_up)
-        quarantine = None if work.slot is None else self.quarantine
-        attempts = Attempts(work.stage, work.slot, quarantine)
+        attempts = Attempts(work.stage, work.slot, self.quarantine)
         try:
             while True:
                 await self.outages.over(work.dataset_type)
@@ -165,8 +164,7 @@ class LeasedWorkers:
                 work.on_retry(reason)
                 await asyncio.sleep(pause_s)
         finally:
-            if work.slot is not None:
-                self.quarantine.forget(work.slot)
+            self.quarantine.forget(work.slot)
 
     def _lease(self, work: LeasedWork[T]) -> AbstractAsyncContextManager[Lease]:
         return self._registry_of(work.role).lease(
@@ -184,8 +182,8 @@ class Attempts:
     """The tries of one piece of work: bad answers, lost workers and deaths have separate limits."""
 
     stage: str
-    slot: Hashable
-    quarantine: Quarantine | None  # counts deaths; None: this kind of work does not cause them
+    slot: Hashable  # deaths of workers count against it; None: this work does not cause them
+    quarantine: Quarantine
     num_faults: int = 0
     num_losses: int = 0
 
@@ -195,7 +193,7 @@ class Attempts:
         Raises `SlotFailed` if no try is left, or if workers keep dying of the work.
         """
         reason = _reason(error)
-        if reason == "worker died" and self.quarantine is not None:
+        if reason == "worker died" and self.slot is not None:
             if self.quarantine.died(self.slot, weight=2 if self.stage == ENVIRONMENT else 1):
                 raise SlotFailed(QUARANTINE, f"workers keep dying of it: {error}")
             return reason, AFTER_LOSS_S

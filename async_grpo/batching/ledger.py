@@ -25,6 +25,7 @@ Fate = Literal["trained", "zero_contribution", "failed", "discarded", "replaced"
 # sample makes it trained; replaced and repeated ones decide only if the slot has no others.
 FATES: tuple[Fate, ...] = get_args(Fate)
 FATES_WITH_REASON: tuple[Fate, ...] = ("failed", "discarded")
+Counts = Counter[str]
 UNUSED = "unused"  # reason for tokens that were cut off, or answered after nobody waited for them
 
 
@@ -36,11 +37,11 @@ class LedgerError(RuntimeError):
 class Fates:
     """Numbers of slots, samples and tokens by fate."""
 
-    slots: Counter[str] = field(default_factory=Counter)  # by fate
-    samples: Counter[str] = field(default_factory=Counter)  # by fate
-    reasons: Counter[str] = field(default_factory=Counter)  # samples by "fate: reason"
-    tokens: Counter[str] = field(default_factory=Counter)  # by fate
-    token_reasons: Counter[str] = field(default_factory=Counter)  # tokens by "fate: reason"
+    slots: Counts = field(default_factory=Counter)  # by fate
+    samples: Counts = field(default_factory=Counter)  # by fate
+    reasons: Counts = field(default_factory=Counter)  # samples by "fate: reason"
+    tokens: Counts = field(default_factory=Counter)  # by fate
+    token_reasons: Counts = field(default_factory=Counter)  # tokens by "fate: reason"
 
     def count(self, fate: Fate, num_samples: int, num_tokens: int, reason: str) -> None:
         """Samples and tokens have reached their fate; zeros are not counted."""
@@ -144,10 +145,11 @@ class Ledger:
         if num_samples:
             index = FATES.index(fate)
             slot.best_fate = index if slot.best_fate is None else min(index, slot.best_fate)
-        for fates in self._totals_of(slot):
+        totals = self.fates, self._steps[slot.step].fates  # the run's and the step's
+        for fates in totals:
             fates.count(fate, num_samples, num_tokens, reason)
         if not slot.in_flight and not slot.num_tokens and slot.best_fate is not None:
-            for fates in self._totals_of(slot):
+            for fates in totals:
                 fates.slots[FATES[slot.best_fate]] += 1
             del self._open[ordinal]
 
@@ -273,7 +275,7 @@ class Ledger:
             step = StepKey(batch, step_in_batch)
             ledger._open[ordinal] = _Slot(step, in_flight, best_fate, *num_tokens)
         for batch, step_in_batch, sizes, *counts in state["steps"]:
-            fates = Fates(*map(Counter[str], counts))
+            fates = Fates(*map(Counts, counts))
             ledger._steps[StepKey(batch, step_in_batch)] = _Step(dict(sizes), fates)
         ledger.check()
         return ledger
@@ -283,10 +285,6 @@ class Ledger:
         if slot is None:
             raise LedgerError(f"slot {ordinal} is not open: never admitted, or already settled")
         return slot
-
-    def _totals_of(self, slot: _Slot) -> tuple[Fates, Fates]:
-        """The counts that its fates go to: the run's and its step's."""
-        return self.fates, self._steps[slot.step].fates
 
 
 def _plain(fates: Fates) -> dict[str, dict[str, int]]:
@@ -306,7 +304,7 @@ class SlotAccount:
     ledger: Ledger
     ordinal: int
     terms: EvaluationTerms | None = None  # of a held-out question; None: the slot is trained
-    resampled: Counter[str] = field(default_factory=Counter)  # whole groups, by reason
+    resampled: Counts = field(default_factory=Counter)  # whole groups, by reason
 
     @property
     def slot(self) -> Hashable:

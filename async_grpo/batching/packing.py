@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 Key = tuple[int, ...]  # (ordinal, index in group, row)
+Bins = tuple[tuple[Key, ...], ...]  # the keys of each rank
 DEFAULT_ATTENTION_RATIO = 8192.0  # 12 times the hidden size of a model of a few 100M parameters
 
 
@@ -30,7 +31,7 @@ class Item(NamedTuple):
 class PackedRound(NamedTuple):
     """One bin of keys for each rank, sorted, and the items that wait for a later round."""
 
-    bins: tuple[tuple[Key, ...], ...]
+    bins: Bins
     leftover: tuple[Item, ...]
 
 
@@ -76,9 +77,7 @@ def pack_round(items: Sequence[Item], *, num_ranks: int, max_tokens: int) -> Pac
     return PackedRound(tuple(map(_keys, bins)), tuple(leftover))
 
 
-def pack_rounds(
-    items: Sequence[Item], *, num_ranks: int, max_tokens: int
-) -> list[tuple[tuple[Key, ...], ...]]:
+def pack_rounds(items: Sequence[Item], *, num_ranks: int, max_tokens: int) -> list[Bins]:
     """Pack all items into few, fast rounds: the bins of keys of each, the longest round first.
 
     Ranks wait for each other within a round only, so the time is the sum over rounds of the most

@@ -11,17 +11,17 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 from async_grpo.batching.admission import StepKey
 from async_grpo.batching.failures import (
     Grading,
     Requests,
     SlotFailed,
+    Verdicts,
     WorkProgress,
     require_graded,
 )
@@ -33,7 +33,7 @@ from async_grpo.batching.leased_work import (
     check_episodes,
 )
 from async_grpo.batching.ledger import SlotAccount
-from async_grpo.batching.records import BatcherPlan
+from async_grpo.batching.records import BatcherPlan, RegistryOf
 from async_grpo.batching.rounds import StepGroups
 from async_grpo.batching.scoring import SampleScoring
 from async_grpo.batching.statistics import StageClock
@@ -55,24 +55,19 @@ from async_grpo.types import (
     Sample,
     ServiceRequest,
     Turn,
-    Verdict,
     VerificationRequest,
     WeightsVersion,
 )
 from async_grpo.util.errors import ConfigError, DeadlineError, NoWorkerError
 
-if TYPE_CHECKING:
-    from async_grpo.controller.registry import WorkerRegistry
-
 TIMED_OUT = "generation timeout"  # stage of a failure: an output is longer than the user wants
-Played = tuple[tuple[Episode, ...], tuple[Verdict, ...]]
+Played = tuple[tuple[Episode, ...], Verdicts]
 
 
 class SlotPipeline:
     """Runs slots; keeps nothing between them but counts, and what their workers share."""
 
-    def __init__(self, plan: BatcherPlan, registry_of: Callable[[str], WorkerRegistry]) -> None:
-        """`registry_of(role)` is the registry of a role."""
+    def __init__(self, plan: BatcherPlan, registry_of: RegistryOf) -> None:
         config, limit_s = plan.config, plan.config.places.stall_timeout_s
         self._plan = plan
         self._registry_of = registry_of
@@ -266,9 +261,9 @@ class SlotPipeline:
             except DeadlineError as error:
                 raise SlotFailed(TIMED_OUT, f"{error} (--generation-timeout-s)") from error
 
-    async def _verify(self, requests: Requests, rewards: tuple[str, ...]) -> tuple[Verdict, ...]:
+    async def _verify(self, requests: Requests, rewards: tuple[str, ...]) -> Verdicts:
         rewards = rewards or self._plan.config.data.rewards_of(requests[0].question.dataset_type)
-        work: LeasedWork[tuple[Verdict, ...]] = LeasedWork(
+        work: LeasedWork[Verdicts] = LeasedWork(
             role=VERIFIER,
             method="verify",
             request=GradingRequest(requests, rewards=rewards),

@@ -28,7 +28,9 @@ from async_grpo.util.user_code import UserCode
 
 if TYPE_CHECKING:
     from async_grpo.algorithms.base import GroupRules
+    from async_grpo.controller.registry import WorkerRegistry
 
+RegistryOf = Callable[[str], "WorkerRegistry"]  # of a role, by its name
 NUM_CONTROLS_SHOWN = 100  # the latest requests, in the status of the run
 
 
@@ -109,11 +111,12 @@ class BatcherPlan:
 
     def window(self, *, max_staleness: int) -> AdmissionWindow:
         """The window that admits slots from `first_step` on."""
+        batching = self.config.batching
         return AdmissionWindow(
-            self.config.batching.batch_size,
-            questions_per_step=self.config.batching.questions_per_step,
+            batching.batch_size,
+            questions_per_step=batching.questions_per_step,
             max_staleness=max_staleness,
-            num_batches=self.config.batching.num_training_batches,
+            num_batches=batching.num_training_batches,
             incarnation=self.incarnation,
             first=self.first_step,
         )
@@ -162,6 +165,7 @@ class BatcherPlan:
         environment = self.set_environments.get(of_set, of_type)
         if environment is None:
             return None
+        config = self.config
         return EpisodesRequest(
             request.ordinal,
             request.attempt,
@@ -170,15 +174,15 @@ class BatcherPlan:
             request.sampling,
             oldest,
             environment,
-            min(self.config.batching.max_tokens_per_gpu, self.max_positions),
-            self.config.places.stall_timeout_s / 2,  # the worker reports before its lease ends
+            min(config.batching.max_tokens_per_gpu, self.max_positions),
+            config.places.stall_timeout_s / 2,  # the worker reports before its lease ends
             RunId(self.incarnation, self.epoch),
-            self.config.places.model_name_or_path,
-            self.config.data.renderer,
-            self.config.data.judge_names,
+            config.places.model_name_or_path,
+            config.data.renderer,
+            config.data.judge_names,
             request.seed,
-            self.config.sampling.turn_timeout_s,
-            self.config.sampling.episode_timeout_s,
+            config.sampling.turn_timeout_s,
+            config.sampling.episode_timeout_s,
         )
 
 

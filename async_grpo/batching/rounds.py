@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from async_grpo.batching.admission import FIRST_STEP, StepKey
-from async_grpo.batching.packing import Item, Key, pack_round, pack_rounds, require_fit
+from async_grpo.batching.packing import Bins, Item, pack_round, pack_rounds, require_fit
 from async_grpo.types import Group, StreamItems
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class Round:
 
     step: StepKey
     index: int  # within the step, from 0
-    bins: tuple[tuple[Key, ...], ...]  # one a rank
+    bins: Bins  # one a rank
 
 
 @dataclass(slots=True)
@@ -50,7 +50,7 @@ class _Ready:
 
     items: deque[Item] = field(default_factory=deque)
     num_tokens: int = 0  # of `items`
-    planned: deque[tuple[tuple[Key, ...], ...]] = field(default_factory=deque)  # once complete
+    planned: deque[Bins] = field(default_factory=deque)  # once complete
 
     def add(self, item: Item) -> None:
         self.items.append(item)
@@ -174,7 +174,7 @@ class RoundFormer:
             ready.planned.extend(rounds)
         return self._send(ready.planned.popleft()) if ready.planned else None
 
-    def _send(self, bins: tuple[tuple[Key, ...], ...]) -> Round:
+    def _send(self, bins: Bins) -> Round:
         formed = Round(self.current_step, self._round_index, bins)
         self.num_ready -= sum(map(len, bins))
         self._round_index += 1
@@ -237,7 +237,7 @@ class Outbox:
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
-        self._answers: dict[int, Sequence[StreamItems]] = {}
+        self._answers: dict[int, list[StreamItems]] = {}
         self._next = 0  # index of the answer that is formed next
         self._asked = [-1] * num_ranks  # the latest index that each rank has requested
         self._num_asking = 0  # ranks that have requested the next answer
@@ -267,16 +267,14 @@ class Outbox:
 
     def replace(self, rank: int, index: int, items: StreamItems) -> None:
         """If a rank requests the answer again, it gets these items."""
-        answers = [*self._answers[index]]
-        answers[rank] = items
-        self._answers[index] = answers
+        self._answers[index][rank] = items
 
     def mark_hungry(self, index: int) -> None:
         """The ranks are idle until answer `index` comes."""
         if index >= self._next:
             self._hungry.add(index)
 
-    def put(self, answers: Sequence[StreamItems]) -> None:
+    def put(self, answers: list[StreamItems]) -> None:
         """Add the next answer: the items of each rank."""
         self._answers[self._next] = answers
         self._hungry.discard(self._next)

@@ -180,7 +180,7 @@ def _line(
     sample: Sample, attempt: int, batch: int, fate: str, *, has_tokens: bool
 ) -> dict[str, object]:
     """The line of a sample; `SampleDump.cut_back` reads its first two columns."""
-    verdict, episode = sample.verdict, sample.episode
+    question, verdict, episode = sample.question, sample.verdict, sample.episode
     return {
         "batch": batch,
         "ordinal": sample.ordinal,
@@ -188,10 +188,10 @@ def _line(
         "index": sample.index,
         "fate": fate,
         "given": episode.is_given,
-        "dataset_type": sample.question.dataset_type,
-        "input": sample.question.input,
+        "dataset_type": question.dataset_type,
+        "input": question.input,
         "output": episode.text,
-        "answer": sample.question.answer,
+        "answer": question.answer,
         "reward": None if episode.is_given else verdict.reward,
         "format_reward": verdict.format_reward,
         "overlong_penalty": sample.overlong_penalty,
@@ -201,7 +201,7 @@ def _line(
         "adapter": verdict.adapter,
         "reason": verdict.reason,
         "finish_reason": episode.finish_reason,
-        "num_input_tokens": len(sample.question.input_token_ids),
+        "num_input_tokens": len(question.input_token_ids),
         "num_output_tokens": episode.num_sampled_tokens,
         "num_trained_tokens": sample.num_trained_tokens,
         "workers": list(dict.fromkeys(turn.worker_id for turn in episode.turns)),

@@ -57,11 +57,12 @@ class Slots:
 
     def start(self) -> None:
         """Start the slots that the window allows."""
+        config = self.plan.config
         for ordinal in self.window.start():
             step = self.window.step_of(ordinal)
-            self._unsettled.setdefault(step, self.plan.config.batching.questions_per_step)
+            self._unsettled.setdefault(step, config.batching.questions_per_step)
             if ordinal not in self.ledger.open_slots:  # a resumed ledger has admitted it already
-                num_samples = self.plan.config.sampling.samples_per_question
+                num_samples = config.sampling.samples_per_question
                 self.ledger.admit(ordinal, num_samples=num_samples, step=step)
             self.begin(self._run(ordinal, step), name=f"slot-{ordinal}")
 

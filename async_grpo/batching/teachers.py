@@ -7,7 +7,7 @@ import contextlib
 import math
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -16,8 +16,7 @@ from async_grpo.types import LogprobRequest, Sample, WorkerInfo
 from async_grpo.util.errors import WorkerError
 
 if TYPE_CHECKING:
-    from async_grpo.batching.records import BatcherPlan
-    from async_grpo.controller.registry import WorkerRegistry
+    from async_grpo.batching.records import BatcherPlan, RegistryOf
 
 Samples = tuple[Sample, ...]
 
@@ -25,7 +24,7 @@ Samples = tuple[Sample, ...]
 class Teachers:
     """Routes samples to teachers, and computes the sizes of their answers."""
 
-    def __init__(self, plan: BatcherPlan, registry_of: Callable[[str], WorkerRegistry]) -> None:
+    def __init__(self, plan: BatcherPlan, registry_of: RegistryOf) -> None:
         self.vocab_size = plan.vocab_size  # of the student
         self._registry_of = registry_of
         self._roles = [teacher(name) for name in plan.config.teacher_names]

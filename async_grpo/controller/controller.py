@@ -380,9 +380,9 @@ class Controller:
             if self._run is None or self._run.id.incarnation == incarnation:
                 return
             await asyncio.sleep(TAKEOVER_TICK_S)
-        if self._run is not None and self._run.id.incarnation != incarnation:
+        if (other := self._run) and other.id.incarnation != incarnation:
             raise ConfigError(
-                f"another trainer ({self._run.trainer}) uses these workers: wait for it, or start "
+                f"another trainer ({other.trainer}) uses these workers: wait for it, or start "
                 "workers and trainer with another --namespace, the trainer with another "
                 "--output-dir too"
             )

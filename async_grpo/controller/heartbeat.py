@@ -76,8 +76,8 @@ async def until_gone(call: Callable[[], Awaitable[object]], *, who: str) -> str:
 async def in_ticks(awaited: asyncio.Future[T], *, limit_s: float) -> bool:
     """Whether it is done within `limit_s`, not counting time in which this process stood still."""
     for _ in range(TICKS):
-        done, _pending = await asyncio.wait({awaited}, timeout=limit_s / TICKS)
-        if done:
+        await asyncio.wait({awaited}, timeout=limit_s / TICKS)
+        if awaited.done():
             return True
     return False
 

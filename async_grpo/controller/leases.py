@@ -24,7 +24,7 @@ Line = tuple[WeightsVersion | None, Hold | None]  # of requests for the same wei
 Fence = Callable[[str, LossCause, str], None]  # gets the worker's id, the cause and the reason
 
 
-class Wanted(NamedTuple):
+class LeaseRequest(NamedTuple):
     """What a request for a lease asks for."""
 
     cost: float  # in the unit of the role
@@ -131,7 +131,7 @@ class _Waiter:
     """One request for a lease."""
 
     number: int  # in the order of the requests
-    wanted: Wanted
+    wanted: LeaseRequest
     lease: asyncio.Future[Lease]
 
 
@@ -143,12 +143,14 @@ class WaitingLine:
     for the same weights and hold: they form a line, of which only the head is tried.
     """
 
-    try_acquire: Callable[[Wanted], Lease | None]
+    try_acquire: Callable[[LeaseRequest], Lease | None]
     release: Callable[[Lease], object]  # gets a lease that was granted to a cancelled request
     _lines: dict[Line, deque[_Waiter]] = field(default_factory=dict)
     _numbers: Iterator[int] = field(default_factory=itertools.count)
 
-    async def wait(self, wanted: Wanted, *, timeout_s: float, moves: Callable[[], object]) -> Lease:
+    async def wait(
+        self, wanted: LeaseRequest, *, timeout_s: float, moves: Callable[[], object]
+    ) -> Lease:
         """A lease, when it is this request's turn.
 
         Raises `TimeoutError` after `timeout_s` in which `moves()` did not change, and the error

@@ -23,7 +23,7 @@ from async_grpo.cluster import handles
 from async_grpo.config.roles import GENERATION, Role
 from async_grpo.controller.balancer import Balancer, Hold, Holds
 from async_grpo.controller.heartbeat import Loss, until_lost
-from async_grpo.controller.leases import Lease, WaitingLine, Wanted
+from async_grpo.controller.leases import Lease, LeaseRequest, WaitingLine
 from async_grpo.controller.members import History, Member
 from async_grpo.controller.updates import Updates
 from async_grpo.types import (
@@ -102,7 +102,7 @@ class WorkerRegistry:
         """
         hold = terms.hold if terms and self._role.name == GENERATION else None
         cost = cost if terms is None or terms.is_counted else 0.0
-        wanted = Wanted(cost, version, prefer, hold)
+        wanted = LeaseRequest(cost, version, prefer, hold)
         try:
             lease = self._try_acquire(wanted) or await self._line.wait(
                 wanted, timeout_s=timeout_s, moves=lambda: (self.num_tokens, moves())
@@ -258,7 +258,7 @@ class WorkerRegistry:
                 self._balancer.set_version(worker_id, None)
         self.history.note("run ended")
 
-    def _try_acquire(self, wanted: Wanted) -> Lease | None:
+    def _try_acquire(self, wanted: LeaseRequest) -> Lease | None:
         cost, version, prefer, hold = wanted
         only = hold.worker_id if hold else ""
         worker_id = self._balancer.try_acquire(cost, version, prefer, only=only)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection, Coroutine
+from collections.abc import Awaitable, Collection, Coroutine
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -18,7 +18,7 @@ from async_grpo.batching.batcher import ExperienceBatcher
 from async_grpo.batching.evaluations import Evaluations
 from async_grpo.batching.leased_work import LAST
 from async_grpo.batching.pipeline import SlotPipeline
-from async_grpo.batching.records import BatcherPlan, Controls
+from async_grpo.batching.records import BatcherPlan, Controls, RegistryOf
 from async_grpo.config.roles import ENVIRONMENT, GENERATION, VERIFIER, judge, named
 from async_grpo.controller.leases import Lease
 from async_grpo.controller.registry import WorkerRegistry
@@ -47,7 +47,7 @@ class ServedRun:
     def __init__(
         self,
         plan: BatcherPlan,
-        registry_of: Callable[[str], WorkerRegistry],
+        registry_of: RegistryOf,
         recorder: RecorderHandle | None = None,
         *,
         trainer: str = "",

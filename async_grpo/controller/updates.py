@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from async_grpo.cluster.handles import WorkerHandle
 
 logger = logging.getLogger(__name__)
+Load = asyncio.Task[WeightsAck | str]  # the acknowledgement, or why there is none
 
 
 @dataclass(slots=True, eq=False)
@@ -36,7 +37,7 @@ class Updates:
     serves: Callable[[str, WeightsVersion], None]  # gets a worker that has loaded a version
     fence: Fence  # gets a worker that cannot load the snapshot
     snapshot: WeightsSnapshot | None = None  # the latest published one
-    _loads: set[asyncio.Task[WeightsAck | str]] = field(default_factory=set)
+    _loads: set[Load] = field(default_factory=set)
 
     async def publish(
         self, snapshot: WeightsSnapshot, members: Mapping[str, Member], *, timeout_s: float
@@ -89,9 +90,7 @@ class Updates:
                 loaded = snapshot.version
         return loaded if self.snapshot is not None else None
 
-    def _begin(
-        self, member: Member, snapshot: WeightsSnapshot, timeout_s: float
-    ) -> asyncio.Task[WeightsAck | str]:
+    def _begin(self, member: Member, snapshot: WeightsSnapshot, timeout_s: float) -> Load:
         name = f"load-{snapshot.version}-{member.info.worker_id}"
         load = asyncio.create_task(self._load(member, snapshot, timeout_s), name=name)
         self._loads.add(load)
@@ -120,11 +119,11 @@ class Updates:
             self.serves(worker_id, snapshot.version)
         return ack
 
-    async def _until_enough(self, loads: Collection[asyncio.Task[WeightsAck | str]]) -> None:
+    async def _until_enough(self, loads: Collection[Load]) -> None:
         """Wait for all loads; but after the first success only as long again, and some more."""
         clock = asyncio.get_running_loop().time
         started, pending = clock(), set(loads)
-        done = set[asyncio.Task[WeightsAck | str]]()
+        done = set[Load]()
         while pending and not any(isinstance(load.result(), WeightsAck) for load in done):
             done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
         if pending:

@@ -3,7 +3,7 @@ import itertools
 
 import pytest
 
-from async_grpo.controller.leases import WaitingLine, Wanted
+from async_grpo.controller.leases import LeaseRequest, WaitingLine
 from async_grpo.types import WeightsVersion
 from async_grpo.util.errors import WorkerError
 
@@ -31,7 +31,7 @@ class Room:
 
 
 def wait(room, cost, version, *, timeout_s=5.0, moves=int):
-    return room.line.wait(Wanted(cost, version), timeout_s=timeout_s, moves=moves)
+    return room.line.wait(LeaseRequest(cost, version), timeout_s=timeout_s, moves=moves)
 
 
 async def wait_in(room, *requests):
