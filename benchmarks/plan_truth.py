@@ -23,7 +23,7 @@ import click
 from async_grpo.cli.launch_file import launch
 from async_grpo.cli.local_run import options_of_run, read_run
 from async_grpo.cli.plan import plan_of
-from async_grpo.planning.known import FIRST_ROW
+from async_grpo.planning.measured import FIRST_ROW
 from async_grpo.planning.page import Plan
 from async_grpo.util.run_folder import METRICS_FILE
 from benchmarks import procfs, results, stack

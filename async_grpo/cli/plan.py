@@ -25,7 +25,7 @@ from async_grpo.util.errors import AsyncGrpoError, ConfigError, UnfitModel
 if TYPE_CHECKING:
     from async_grpo.devices.bill import ModelShape
     from async_grpo.planning.asked import Asked, Fleet
-    from async_grpo.planning.known import EarlierRun
+    from async_grpo.planning.measured import EarlierRun
     from async_grpo.planning.page import Plan
 
 CONFIG = "config.json"
@@ -86,14 +86,14 @@ def plan_of(
 ) -> Plan:
     """The plan of a run; raises `ConfigError` or `UnfitModel` for what cannot be planned."""
     from async_grpo.planning.bills import bills_of, check_fits
-    from async_grpo.planning.known import Known, lengths_of, work_of
+    from async_grpo.planning.measured import RateSources, lengths_of, work_of
     from async_grpo.planning.page import Plan
     from async_grpo.planning.search import search
 
     fleet = _fleet(devices)
     asked = asked_of(_placed(run, fleet), fleet, shape_of=shape_of)
     check_fits(asked)
-    known = Known(
+    known = RateSources(
         runs=tuple(_earlier(name, asked, shape_of) for name in from_run), given=_tables(rates),
         file=rates,
     )  # fmt: skip
@@ -233,7 +233,7 @@ def _tables(file: str) -> dict[str, object]:
 
 def _earlier(folder: str, asked: Asked, shape_of: str) -> EarlierRun:
     """An earlier run by `launch`; raises `UnfitModel` if its model has other sizes."""
-    from async_grpo.planning.known import EarlierRun, read_lengths, read_rows
+    from async_grpo.planning.measured import EarlierRun, read_lengths, read_rows
 
     file = Path(folder) / RUN_FILE
     if not file.is_file():

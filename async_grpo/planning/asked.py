@@ -146,7 +146,7 @@ A_NODE = 8  # devices of a machine by default
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
+class DeviceKind:
     """A kind of device; a CPU is one core, whose memory is its machine's."""
 
     name: str
@@ -161,15 +161,15 @@ class Kind:
     source: str = ""  # of these numbers; empty: the maker's data sheet
 
 
-H100 = Kind(name="H100", flops=989e12, bytes_per_s=3.35e12, memory_bytes=80e9,
+H100 = DeviceKind(name="H100", flops=989e12, bytes_per_s=3.35e12, memory_bytes=80e9,
             link_bytes_per_s=450e9)  # fmt: skip
-A100 = Kind(name="A100", flops=312e12, bytes_per_s=2.04e12, memory_bytes=80e9,
+A100 = DeviceKind(name="A100", flops=312e12, bytes_per_s=2.04e12, memory_bytes=80e9,
             link_bytes_per_s=300e9, network_bytes_per_s=25e9, host_bytes_per_s=32e9,
             has_large_batches=False)  # fmt: skip
-L40S = Kind(name="L40S", flops=362e12, bytes_per_s=0.864e12, memory_bytes=48e9,
+L40S = DeviceKind(name="L40S", flops=362e12, bytes_per_s=0.864e12, memory_bytes=48e9,
             link_bytes_per_s=32e9, network_bytes_per_s=25e9, host_bytes_per_s=32e9,
             has_large_batches=False)  # fmt: skip
-CPU = Kind(name="CPU", flops=18e9, bytes_per_s=8e9, memory_bytes=0, link_bytes_per_s=2e9,
+CPU = DeviceKind(name="CPU", flops=18e9, bytes_per_s=8e9, memory_bytes=0, link_bytes_per_s=2e9,
            network_bytes_per_s=1e9, host_bytes_per_s=8e9, is_cpu=True)  # fmt: skip
 KINDS = {
     each.name: each
@@ -193,7 +193,7 @@ class Fleet:
     """The devices that a run may have, all of one kind; without nodes it runs on CPUs."""
 
     nodes: tuple[int, ...]  # devices of each machine
-    kind: Kind
+    kind: DeviceKind
     num_cores: int = 0  # that all processes share; 0: devices do the work
     threads: int = 1  # of each process that computes on cores
 

@@ -10,7 +10,7 @@ from async_grpo.devices.bill import GIB, MIB
 from async_grpo.planning.asked import Asked
 from async_grpo.planning.bills import RoleBill
 from async_grpo.planning.prediction import Prediction, Work
-from async_grpo.planning.search import Found
+from async_grpo.planning.search import SearchResult
 
 LITTLE = 0.05  # of a step: less is not mentioned
 
@@ -21,7 +21,7 @@ class Plan:
 
     work: Work  # of the best split
     bills: tuple[RoleBill, ...]
-    found: Found
+    found: SearchResult
 
     @property
     def asked(self) -> Asked:

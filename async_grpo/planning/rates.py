@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from async_grpo.batching.packing import DEFAULT_ATTENTION_RATIO, attention_ratio
 from async_grpo.devices.bill import ModelShape, cached_token_bytes
-from async_grpo.planning.asked import Kind, multiplied
+from async_grpo.planning.asked import DeviceKind, multiplied
 from async_grpo.util.errors import ConfigError
 
 # Chosen to match vLLM's published latencies on H200 (8B on one device, 70B on four).
@@ -144,7 +144,7 @@ class Layout:
     by_store: bool = True  # weights are sent through Ray's object store, not by NCCL
 
 
-def from_peaks(model: ModelShape, kind: Kind, layout: Layout) -> Rates:
+def from_peaks(model: ModelShape, kind: DeviceKind, layout: Layout) -> Rates:
     """The rates by data sheets and published shares of their peaks."""
     source = kind.source or f"of {kind.name}'s peaks"
     names = ("engine", "trainer", "scorer", "sync")
@@ -158,7 +158,7 @@ def from_peaks(model: ModelShape, kind: Kind, layout: Layout) -> Rates:
 
 
 def engine_rates(
-    model: ModelShape, kind: Kind, *, devices: int = 1, size: int = 2, capacity: int = 256
+    model: ModelShape, kind: DeviceKind, *, devices: int = 1, size: int = 2, capacity: int = 256
 ) -> EngineRates:
     """The rates of an engine on `devices`, with weights and caches of `size` bytes a value."""
     memory = devices * kind.bytes_per_s * MEMORY_SHARE
@@ -174,7 +174,7 @@ def engine_rates(
     )
 
 
-def trainer_rates(model: ModelShape, kind: Kind, layout: Layout) -> TrainerRates:
+def trainer_rates(model: ModelShape, kind: DeviceKind, layout: Layout) -> TrainerRates:
     """The rates of one rank, which gathers or reduces all shards three times a round."""
     apart = kind.network_bytes_per_s if layout.train_nodes > 1 else kind.link_bytes_per_s
     moved = 3 * model.num_parameters * layout.train_bytes * (layout.shard_ranks > 1)
@@ -194,7 +194,7 @@ def trainer_rates(model: ModelShape, kind: Kind, layout: Layout) -> TrainerRates
     )
 
 
-def sync_rates(model: ModelShape, kind: Kind, layout: Layout) -> SyncRates:
+def sync_rates(model: ModelShape, kind: DeviceKind, layout: Layout) -> SyncRates:
     """Seconds in which ranks move and pack their shares, nodes pass these on, engines load them."""
     size = model.num_parameters * layout.engine_bytes
     link = kind.network_bytes_per_s if layout.train_nodes > 1 else kind.link_bytes_per_s
@@ -255,11 +255,11 @@ def _unknown(what: str, name: str, known: list[str], who: str) -> str:
     return f"--rates {who}: {what} is no rate, the nearest is {near}: correct it"
 
 
-def _share(kind: Kind, share: float) -> float:
+def _share(kind: DeviceKind, share: float) -> float:
     return 1.0 if kind.is_cpu else share  # a core's measured speed is not a peak
 
 
-def _products_per_s(model: ModelShape, kind: Kind, share: float) -> float:
+def _products_per_s(model: ModelShape, kind: DeviceKind, share: float) -> float:
     """FLOP/s over the parameters in a token's products: 6 of these train a token, 2 score it."""
     return kind.flops * _share(kind, share) / multiplied(model)
 
@@ -278,7 +278,7 @@ class LogNormal:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class MeasuredLengths:
     """Output tokens of an earlier run, drawn by whole groups: samples of a question are alike."""
 
     groups: tuple[tuple[int, ...], ...]
@@ -294,7 +294,7 @@ class Lengths:
     """The lengths of a run's samples, in tokens."""
 
     prompt: int
-    outputs: LogNormal | Seen
+    outputs: LogNormal | MeasuredLengths
     source: str
 
     def moments(self) -> tuple[float, float]:
@@ -308,7 +308,7 @@ class Lengths:
 
 
 @functools.lru_cache(256)
-def _moments(outputs: LogNormal | Seen) -> tuple[float, float]:
+def _moments(outputs: LogNormal | MeasuredLengths) -> tuple[float, float]:
     rng = np.random.default_rng(0)
     drawn = np.concatenate([outputs(rng, 8) for _ in range(NUM_DRAWN // 8)]).astype(float)
     return float(drawn.mean()), float((drawn**2).mean())
@@ -334,7 +334,7 @@ def assumed_lengths(*, longest: int, prompt: int, mean: float = 0.0) -> Lengths:
     return Lengths(prompt, LogNormal(low, longest), source)
 
 
-def seen_lengths(groups: Sequence[Sequence[int]], *, prompt: float, source: str) -> Lengths:
+def measured_lengths(groups: Sequence[Sequence[int]], *, prompt: float, source: str) -> Lengths:
     """The lengths of an earlier run's groups."""
     whole = tuple(tuple(map(int, group)) for group in groups)
-    return Lengths(max(1, round(prompt)), Seen(whole), source)
+    return Lengths(max(1, round(prompt)), MeasuredLengths(whole), source)

@@ -31,7 +31,7 @@ ENOUGH = 0.95  # of the most samples a second: the smallest staleness that has t
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class SearchResult:
     """The best split and staleness, and the other predictions."""
 
     best: Prediction
@@ -46,7 +46,7 @@ def search(
     *,
     bounds: tuple[int, ...] = BOUNDS,
     predict: Callable[..., Prediction] = predict,
-) -> Found:
+) -> SearchResult:
     """The best split and staleness; `work` gives the work of a split.
 
     On CPUs, and where processes share devices, the file's split is the only one that is tried.
@@ -64,7 +64,7 @@ def search(
     if asked.on_cpu or asked.is_shared:
         curve = tuple(at(own, bound) for bound in sorted({*bounds, asked_bound}))
         best = next(each for each in curve if each.max_staleness == asked_bound)
-        return Found(best, curve, (best,), best)
+        return SearchResult(best, curve, (best,), best)
     middle = asked_bound if asked.train.batching.deterministic else max(1, asked_bound)
     chosen = _best_split(work, asked, lambda split: at(split, middle))
     bounds = (asked_bound,) if asked.train.batching.deterministic else bounds
@@ -73,7 +73,8 @@ def search(
     best = next(each for each in curve if each.samples_per_s >= ENOUGH * fastest)
     as_asked = at(own, asked_bound) if _is_held(asked, own) else None
     tried = [known[key] for key in known if key[1] == middle]
-    return Found(best, curve, tuple(sorted(tried, key=lambda each: each.split.engines)), as_asked)
+    tried.sort(key=lambda each: each.split.engines)
+    return SearchResult(best, curve, tuple(tried), as_asked)
 
 
 def _best_split(

@@ -5,7 +5,7 @@ from dataclasses import replace
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.planning.asked import CPU, PUBLISHED, Asked, Fleet, fleet_of, shape_of_config
-from async_grpo.planning.known import Known, work_of
+from async_grpo.planning.measured import RateSources, work_of
 from async_grpo.planning.rates import assumed_lengths
 
 
@@ -45,4 +45,4 @@ def work(run: Asked, *, mean=400.0):
     lengths = assumed_lengths(
         longest=run.train.sampling.max_generation_tokens, prompt=100, mean=mean
     )
-    return work_of(run, Known(), lengths)
+    return work_of(run, RateSources(), lengths)

@@ -7,22 +7,22 @@ import pytest
 from planning.runs import asked
 
 from async_grpo.planning.asked import CPU
-from async_grpo.planning.known import (
+from async_grpo.planning.measured import (
     EarlierRun,
-    Known,
+    RateSources,
     lengths_of,
+    measured_step,
     rates_of,
     read_lengths,
     read_rows,
-    seen_of,
     work_of,
 )
 from async_grpo.planning.prediction import Work, predict
-from async_grpo.planning.rates import Layout, from_peaks, seen_lengths
+from async_grpo.planning.rates import Layout, from_peaks, measured_lengths
 from async_grpo.util.errors import ConfigError
 from async_grpo.util.run_folder import METRICS_FILE
 
-LENGTHS = seen_lengths([[20, 30, 40, 10, 25, 35, 15, 5]], prompt=20.0, source="here")
+LENGTHS = measured_lengths([[20, 30, 40, 10, 25, 35, 15, 5]], prompt=20.0, source="here")
 
 
 def run_of(*, bound, slower=1.0, kl=0.0, contributing=1.0):
@@ -59,7 +59,7 @@ def run_of(*, bound, slower=1.0, kl=0.0, contributing=1.0):
 
 
 def predicted(run, known, *, bound):
-    work = work_of(run, Known(runs=known), LENGTHS)
+    work = work_of(run, RateSources(runs=known), LENGTHS)
     return predict(work(run.own_split), run.own_split, max_staleness=bound)
 
 
@@ -91,10 +91,9 @@ def test_the_speed_of_scoring_is_measured_where_something_was_scored():
 
 def test_groups_without_variance_are_generated_and_not_trained():
     half, _ = run_of(bound=0, contributing=0.5)
-    assert seen_of(half).contributing == 0.5
-    assert (
-        work_of(half.asked, Known(runs=(half,)), LENGTHS)(half.asked.own_split).contributing == 0.5
-    )
+    assert measured_step(half).contributing == 0.5
+    work = work_of(half.asked, RateSources(runs=(half,)), LENGTHS)
+    assert work(half.asked.own_split).contributing == 0.5
 
 
 def write(folder, rows, samples=()):
@@ -126,7 +125,7 @@ def test_a_folder_without_rows_is_refused(tmp_path):
 
 def test_lengths_that_are_given_go_before_those_of_runs():
     run, _ = run_of(bound=0)
-    known = Known(runs=(run,))
+    known = RateSources(runs=(run,))
     assert lengths_of(run.asked, known).source == "here"
     given = lengths_of(run.asked, known, output_tokens=40.0)
     assert given.moments()[0] == pytest.approx(40, abs=2) and given.prompt == 20

@@ -25,12 +25,12 @@ from async_grpo.planning.rates import (
     Layout,
     Lengths,
     LogNormal,
+    MeasuredLengths,
     Rates,
-    Seen,
     assumed_lengths,
     from_peaks,
     given,
-    seen_lengths,
+    measured_lengths,
     slower,
 )
 from async_grpo.util.errors import ConfigError
@@ -48,7 +48,7 @@ Row = Mapping[str, Any]  # of training_metrics.jsonl
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Known:
+class RateSources:
     """The sources of rates beside the peaks of devices."""
 
     runs: tuple[EarlierRun, ...] = ()
@@ -72,29 +72,29 @@ def layout_of(asked: Asked, split: Split) -> Layout:
     )
 
 
-def rates_at(asked: Asked, known: Known, split: Split) -> Rates:
+def rates_at(asked: Asked, sources: RateSources, split: Split) -> Rates:
     """The rates of a split by peaks, replaced by what runs measured and what a file gives."""
     rates = from_peaks(asked.model, asked.fleet.kind, layout_of(asked, split))
-    if known.runs:
-        rates = rates_of(known.runs, rates)
-    return given(rates, known.given, who=known.file)
+    if sources.runs:
+        rates = rates_of(sources.runs, rates)
+    return given(rates, sources.given, who=sources.file)
 
 
-def work_of(asked: Asked, known: Known, lengths: Lengths) -> Callable[[Split], Work]:
+def work_of(asked: Asked, sources: RateSources, lengths: Lengths) -> Callable[[Split], Work]:
     """A function that gives the work of a split; measured rates are the same for all splits."""
-    contributing = fmean([seen_of(run).contributing for run in known.runs] or [1.0])
-    fixed = rates_at(asked, known, asked.own_split) if known.runs else None
+    contributing = fmean([measured_step(run).contributing for run in sources.runs] or [1.0])
+    fixed = rates_at(asked, sources, asked.own_split) if sources.runs else None
 
     @cache
     def work(split: Split) -> Work:
-        rates = fixed or rates_at(asked, known, split)
+        rates = fixed or rates_at(asked, sources, split)
         return Work(asked=asked, rates=rates, lengths=lengths, contributing=contributing)
 
     return work
 
 
 def lengths_of(
-    asked: Asked, known: Known, *, output_tokens: float = 0.0, prompt_tokens: int = 0
+    asked: Asked, sources: RateSources, *, output_tokens: float = 0.0, prompt_tokens: int = 0
 ) -> Lengths:
     """Lengths as given, as the newest of the runs had them, or assumed.
 
@@ -106,11 +106,11 @@ def lengths_of(
             f"--output-tokens must be at most --max-generation-tokens "
             f"({train.sampling.max_generation_tokens}), got {output_tokens:g}: lower it"
         )
-    if known.runs and not output_tokens:
-        found = known.runs[-1].lengths
+    if sources.runs and not output_tokens:
+        found = sources.runs[-1].lengths
         found = replace(found, prompt=prompt_tokens or found.prompt)
         return _cut(found, longest=train.batching.max_tokens_per_gpu - found.prompt)
-    prompt = prompt_tokens or (known.runs[-1].lengths.prompt if known.runs else ASSUMED_PROMPT)
+    prompt = prompt_tokens or (sources.runs[-1].lengths.prompt if sources.runs else ASSUMED_PROMPT)
     prompt = min(
         prompt, max(1, train.batching.max_tokens_per_gpu - train.sampling.max_generation_tokens)
     )
@@ -125,7 +125,7 @@ def _cut(lengths: Lengths, *, longest: int) -> Lengths:
     if isinstance(outputs, LogNormal):
         return replace(lengths, outputs=replace(outputs, longest=min(outputs.longest, longest)))
     groups = tuple(tuple(min(each, longest) for each in group) for group in outputs.groups)
-    return replace(lengths, outputs=Seen(groups))
+    return replace(lengths, outputs=MeasuredLengths(groups))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,7 +181,7 @@ def read_lengths(folder: Path, rows: Sequence[Row], *, dump: str) -> Lengths:
             groups.setdefault(key, []).append(sample["num_output_tokens"])
     if not groups:
         groups = {(0, 0): [round(fmean(row["avg_output_tokens"] for row in rows))]}
-    return seen_lengths([*groups.values()], prompt=prompt, source=f"measured in {folder}")
+    return measured_lengths([*groups.values()], prompt=prompt, source=f"measured in {folder}")
 
 
 def _last_lines(file: Path) -> Iterator[str]:
@@ -192,7 +192,7 @@ def _last_lines(file: Path) -> Iterator[str]:
             yield from itertools.islice(lines, max(0, count - MAX_SAMPLES), None)
 
 
-def seen_of(run: EarlierRun) -> MeasuredStep:
+def measured_step(run: EarlierRun) -> MeasuredStep:
     """Means over the rows of a run."""
     engines = run.asked.own_split.engines
 
@@ -223,7 +223,7 @@ def _training_s(row: Row) -> float:
 
 def rates_of(runs: Sequence[EarlierRun], rates: Rates) -> Rates:
     """`rates` with those of engines, ranks, scorers and weights as the runs measured them."""
-    seen, (constant, per_sequence, running) = [*map(seen_of, runs)], _engine(runs)
+    seen, (constant, per_sequence, running) = [*map(measured_step, runs)], _engine(runs)
     measured = ["engine", "trainer", "sync", *["scorer"] * any(each.scoring_s for each in seen)]
     source = f"measured in {' and '.join(run.name for run in runs)}"
     peak = rates.engine.step_s + rates.engine.per_sequence_s * running
