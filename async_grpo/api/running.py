@@ -22,12 +22,11 @@ import click
 from async_grpo.api.result import Result, Step
 from async_grpo.api.rewards import RewardFile, Rewards, reward_file
 from async_grpo.cli.launch_file import launch
-from async_grpo.cli.local_run import LocalRun, options_of_run, planned, read_run
+from async_grpo.cli.local_run import LocalRun, check_origin, options_of_run, planned, read_run
 from async_grpo.cli.run_file import (
     MAY_REPEAT,
     TRUST,
     as_toml,
-    check_origin,
     here_or_shared,
     read_tables,
     values_in,

@@ -21,9 +21,9 @@ from async_grpo.check.finding import EVERYTHING, Cost, Finding, refused, tried
 from async_grpo.cli.assignment import devices_in, placed, placed_on
 from async_grpo.cli.boundary import command_boundary
 from async_grpo.cli.launch_file import run_of
-from async_grpo.cli.local_run import LocalRun
+from async_grpo.cli.local_run import LocalRun, check_origin
 from async_grpo.cli.options import CONTEXT
-from async_grpo.cli.run_file import check_origin, trust_option
+from async_grpo.cli.run_file import trust_option
 from async_grpo.cli.run_processes import COMMAND
 from async_grpo.cli.train import QUIET
 from async_grpo.config.option import groups_of

@@ -24,9 +24,9 @@ from click.shell_completion import CompletionItem
 from async_grpo.cli import local_run, run_processes
 from async_grpo.cli.assignment import Node, described, dispatched, dispatches, in_words, placed
 from async_grpo.cli.boundary import EXIT_ERROR, command_boundary
-from async_grpo.cli.local_run import EMITTED, RUN_FILE, LocalRun
+from async_grpo.cli.local_run import EMITTED, RUN_FILE, LocalRun, trust_words
 from async_grpo.cli.options import CONTEXT, OptionsCommand
-from async_grpo.cli.run_file import Table, as_toml, trust_option, trust_words
+from async_grpo.cli.run_file import Table, as_toml, trust_option
 from async_grpo.cli.train import main as train
 from async_grpo.devices.inventory import usable_devices
 from async_grpo.launch.child_processes import ChildProcess, RemoteProcess, Watched

@@ -21,7 +21,7 @@ from typing import Any
 from async_grpo.check.finding import Setup
 from async_grpo.cli import run_file
 from async_grpo.cli.options import is_typed
-from async_grpo.cli.run_file import Table, as_toml, values_in, values_of
+from async_grpo.cli.run_file import TRUST, Table, as_toml, is_near, values_in, values_of
 from async_grpo.cli.train import algorithm_of, config_of
 from async_grpo.cli.train import main as train
 from async_grpo.cli.use_run import plot
@@ -38,6 +38,8 @@ RUN_OPTIONS = (  # of `launch`
 )  # fmt: skip
 END_OF_FILE = "END_OF_RUN_FILE"  # in a script for a queue
 NOTHING: Table = {}
+REGISTRY = "reward_registry"  # the package's own
+OPENENV = "openenv:"  # an address, whose code does not run here
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,9 +129,7 @@ def planned(*, trust: bool = False, starts: bool = True, **options: Any) -> Loca
     from async_grpo.run.recruitment import brought_by, check_roles
 
     run = read_run(**options)
-    run_file.check_origin(
-        run, file=options["config"], typed=options["train_options"], trusted=trust
-    )
+    check_origin(run, file=options["config"], typed=options["train_options"], trusted=trust)
     with users_code_confined(trusted=trust or starts):
         algorithm_of(run.train)
         check_environments(run.train.environments)
@@ -292,3 +292,34 @@ def _body(run: LocalRun, command: str) -> str:
         f"mv {file}.new {file}\n"
         f"exec {command}\n"
     )
+
+
+def check_origin(run: LocalRun, *, file: str, typed: Sequence[str], trusted: bool) -> None:
+    """Raise `ConfigError` for code that a file from elsewhere names and the user has not typed."""
+    if trusted or not file or is_near(file):
+        return
+    for option, named in _code_of(run):
+        if any(named in word for word in typed):
+            continue
+        raise ConfigError(
+            f"{file} lies outside this folder, and its {option} names {named!r}: read both, then "
+            f"give {TRUST}, or go to a folder that holds the file"
+        )
+
+
+def trust_words(run: LocalRun, *, file: str) -> tuple[str, ...]:
+    """The words, --trust or none, that must follow a run's written file when it is launched."""
+    return () if is_near(file) or not _code_of(run) else (TRUST,)
+
+
+def _code_of(run: LocalRun) -> list[tuple[str, str]]:
+    """(option, value) of each option that runs code, or is sent a secret."""
+    found = [("prepare", shlex.join(command)) for command in run.due]
+    named = [("environment", name) for name in sorted(run.train.environments)]
+    named += [("algorithm", run.train.objective.algorithm)]
+    for each in run.workers:
+        named += [("mode", each.mode), *(("reward_fns", name) for name in each.reward_names)]
+        found += [("judge_url", each.judge_url)] if each.judge_url else []  # which is sent a key
+        if each.reward_registry != REGISTRY:
+            found.append(("reward_registry", each.reward_registry))
+    return found + [(o, name) for o, name in named if ":" in name and not name.startswith(OPENENV)]

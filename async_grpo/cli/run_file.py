@@ -37,16 +37,13 @@ import shlex
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from async_grpo.config.data_files import as_text
 from async_grpo.config.option import option_fields, split_text
 from async_grpo.util.errors import ConfigError
-
-if TYPE_CHECKING:
-    from async_grpo.cli.local_run import LocalRun
 
 OF_TRL = {  # TRL's name of an option: ours, which is spelled differently
     "num_generations": "samples_per_question", "generation_batch_size": "batch_size",
@@ -70,8 +67,6 @@ PACKAGE = Path(__file__).parents[1]
 PATH = re.compile(r"(?<![\w./-])(?:examples|sample-data)(?:/[\w.-]+)+")
 COMMANDS = ("prepare", "environment")  # keys whose values are words of a shell
 TRUST = "--trust"
-REGISTRY = "reward_registry"  # the package's own
-OPENENV = "openenv:"  # an address, whose code does not run here
 trust_option = click.option(
     TRUST, is_flag=True, help="run the code that FILE names, wherever it lies, and unconfined"
 )
@@ -290,34 +285,3 @@ def is_near(file: str) -> bool:
     place = Path(here_or_shared(file)).resolve()
     near = (Path.cwd(), PACKAGE, shared_folder() / "examples")
     return any(place.is_relative_to(folder.resolve()) for folder in near)
-
-
-def check_origin(run: LocalRun, *, file: str, typed: Sequence[str], trusted: bool) -> None:
-    """Raise `ConfigError` for code that a file from elsewhere names and the user has not typed."""
-    if trusted or not file or is_near(file):
-        return
-    for option, named in _code_of(run):
-        if any(named in word for word in typed):
-            continue
-        raise ConfigError(
-            f"{file} lies outside this folder, and its {option} names {named!r}: read both, then "
-            f"give {TRUST}, or go to a folder that holds the file"
-        )
-
-
-def trust_words(run: LocalRun, *, file: str) -> tuple[str, ...]:
-    """The words, --trust or none, that must follow a run's written file when it is launched."""
-    return () if is_near(file) or not _code_of(run) else (TRUST,)
-
-
-def _code_of(run: LocalRun) -> list[tuple[str, str]]:
-    """(option, value) of each option that runs code, or is sent a secret."""
-    found = [("prepare", shlex.join(command)) for command in run.due]
-    named = [("environment", name) for name in sorted(run.train.environments)]
-    named += [("algorithm", run.train.objective.algorithm)]
-    for each in run.workers:
-        named += [("mode", each.mode), *(("reward_fns", name) for name in each.reward_names)]
-        found += [("judge_url", each.judge_url)] if each.judge_url else []  # which is sent a key
-        if each.reward_registry != REGISTRY:
-            found.append(("reward_registry", each.reward_registry))
-    return found + [(o, name) for o, name in named if ":" in name and not name.startswith(OPENENV)]
