@@ -19,10 +19,10 @@ from async_grpo.batching.evaluations import Evaluations
 from async_grpo.batching.ledger import FATES, Ledger
 from async_grpo.batching.packing import Item, Key, estimate_cost
 from async_grpo.batching.pipeline import SlotPipeline
-from async_grpo.batching.records import BatcherPlan, Controls
+from async_grpo.batching.records import BatcherPlan, Begin, Controls
 from async_grpo.batching.rounds import Outbox, Round, RoundFormer
 from async_grpo.batching.sample_log import SampleLog
-from async_grpo.batching.slots import Begin, Slots
+from async_grpo.batching.slots import Slots
 from async_grpo.batching.statistics import SampleSums
 from async_grpo.types import (
     EndOfStep,

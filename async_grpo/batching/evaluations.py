@@ -26,8 +26,7 @@ from async_grpo.batching.failures import SlotFailed, nothing_graded
 from async_grpo.batching.leased_work import LAST, EvaluationTerms
 from async_grpo.batching.ledger import Ledger, SlotAccount
 from async_grpo.batching.pipeline import SlotPipeline
-from async_grpo.batching.records import BatcherPlan, RegistryOf, SetPlan
-from async_grpo.batching.slots import Begin
+from async_grpo.batching.records import BatcherPlan, Begin, RegistryOf, SetPlan
 from async_grpo.config.roles import ENVIRONMENT, GENERATION
 from async_grpo.types import (
     Episode,

@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+ErrorTypes = tuple[type[AsyncGrpoError], ...]
 Scores = NDArray[np.float32]  # [L]
 Reason = Literal["worker died", "lease revoked", "stalled", "stale answer", "worker error"]
 # Seconds before each try, the first included, if the worker's answer made the last one fail.
@@ -94,7 +95,7 @@ class LeasedWork(Generic[T]):
     slot: Hashable = None  # deaths of workers count against it until the work is done; None: not
     terms: EvaluationTerms | None = None  # of the evaluation that it is for
     dataset_type: str | None = None  # the work waits while a server of this type is away
-    gives_up: tuple[type[AsyncGrpoError], ...] = ()  # errors after which it is not tried again
+    gives_up: ErrorTypes = ()  # errors after which it is not tried again
     check: Callable[[T], None] = lambda answer: None  # raises for a bad answer
     on_retry: Callable[[Reason], None] = lambda reason: None
     received: Callable[[Sequence[Turn]], None] = lambda turns: None  # gets turns of its episodes
@@ -132,7 +133,7 @@ class LeasedWorkers:
         Raises `SlotFailed` when the tries are used up, or when workers keep dying of the work;
         `NoWorkerError` when no worker makes progress.
         """
-        final: tuple[type[AsyncGrpoError], ...] = (NoWorkerError, *work.gives_up)
+        final: ErrorTypes = (NoWorkerError, *work.gives_up)
         attempts = Attempts(work.stage, work.slot, self.quarantine)
         try:
             while True:

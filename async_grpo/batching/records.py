@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -44,6 +45,12 @@ class SeedOf(Protocol):
     """The engine's seed for the samples of a slot at one attempt, from 0."""
 
     def __call__(self, *, ordinal: int, attempt: int) -> int: ...
+
+
+class Begin(Protocol):
+    """Makes a task whose failure ends the run."""
+
+    def __call__(self, work: Coroutine[None, None, None], *, name: str) -> asyncio.Task[None]: ...
 
 
 def no_pairs(ordinal: int) -> tuple[int, ...]:

@@ -8,18 +8,16 @@ unblocked by: free workers, a published batch
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from async_grpo.batching.admission import AdmissionWindow, StepKey
 from async_grpo.batching.failures import QUARANTINE, FailureLimits, SlotFailed
 from async_grpo.batching.ledger import Ledger, SlotAccount
 from async_grpo.batching.pipeline import SlotPipeline
-from async_grpo.batching.records import BatcherPlan
+from async_grpo.batching.records import BatcherPlan, Begin
 from async_grpo.batching.sample_log import SampleLog
 from async_grpo.batching.statistics import SampleSums
 from async_grpo.batching.supervised import given_group
@@ -27,12 +25,6 @@ from async_grpo.types import GivenPair, Group, Question
 
 logger = logging.getLogger(__name__)
 NUM_SHOWN = 80  # characters of a question, in the log
-
-
-class Begin(Protocol):
-    """Makes a task whose failure ends the run."""
-
-    def __call__(self, work: Coroutine[None, None, None], *, name: str) -> asyncio.Task[None]: ...
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
