@@ -19,11 +19,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
 
 from async_grpo.batching.admission import FIRST_STEP
 from async_grpo.batching.failures import SlotFailed, nothing_graded
-from async_grpo.batching.leased_work import LAST, EvaluationTerms
+from async_grpo.batching.leased_work import LAST
 from async_grpo.batching.ledger import Ledger, SlotAccount
 from async_grpo.batching.pipeline import SlotPipeline
 from async_grpo.batching.records import BatcherPlan, Begin, RegistryOf, SetPlan
@@ -31,16 +30,15 @@ from async_grpo.config.roles import ENVIRONMENT, GENERATION
 from async_grpo.types import (
     Episode,
     EvaluationResult,
+    EvaluationTerms,
     GenerationRequest,
+    Hold,
     QuestionOutcome,
     Verdict,
     WeightsVersion,
 )
 from async_grpo.util.errors import NoWorkerError, WorkerError
 from async_grpo.util.waiting import together
-
-if TYPE_CHECKING:
-    from async_grpo.controller.balancer import Hold
 
 logger = logging.getLogger(__name__)
 STILL_RUNNING = "the evaluation before it was still running"

@@ -30,6 +30,7 @@ from async_grpo.config.roles import ENVIRONMENT, VERIFIER
 from async_grpo.types import (
     Episode,
     EpisodesRequest,
+    EvaluationTerms,
     GenerationRequest,
     LogprobRequest,
     Problem,
@@ -47,7 +48,6 @@ from async_grpo.util.errors import (
 )
 
 if TYPE_CHECKING:
-    from async_grpo.controller.balancer import Hold
     from async_grpo.controller.leases import Lease
     from async_grpo.controller.registry import WorkerRegistry
 
@@ -62,23 +62,6 @@ TRIES_AFTER_S = (0.0, 1.0, 8.0)
 MAX_REVOCATIONS = 16
 AFTER_LOSS_S = 1.0
 LAST = 1  # the priority of evaluations in an engine, which decodes samples for training first
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class EvaluationTerms:
-    """The terms of all requests for one set of held-out questions."""
-
-    name: str = ""  # of the set
-    rewards: tuple[str, ...] = ()  # which grade its outputs; empty: those of a question's type
-    hold: Hold | None = None  # of the worker that samples it; None: any worker does
-
-    @property
-    def is_counted(self) -> bool:
-        """Whether its samples count as load of a worker.
-
-        If not, they come on top of the load, few at a time, and no sample for training waits.
-        """
-        return self.hold is None or bool(self.hold.worker_id)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

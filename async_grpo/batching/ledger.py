@@ -18,7 +18,7 @@ from async_grpo.types import PlayedGroup, Turn
 from async_grpo.util.errors import WorkerError
 
 if TYPE_CHECKING:
-    from async_grpo.batching.leased_work import EvaluationTerms
+    from async_grpo.types import EvaluationTerms
 
 Fate = Literal["trained", "zero_contribution", "failed", "discarded", "replaced"]
 # From the strongest to the weakest: a slot has the strongest fate of its samples. One trained

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from async_grpo.types import WeightsVersion
+from async_grpo.types import Hold, WeightsVersion
 
 
 @dataclass(slots=True)
@@ -146,17 +146,6 @@ class Balancer:
         self._pressure_W[worker.slot] = worker.pressure
         if worker.version is not None:
             self._incarnation_W[worker.slot], self._batches_W[worker.slot] = worker.version
-
-
-@dataclass(slots=True, eq=False)
-class Hold:
-    """For one evaluation, a worker that keeps its weights while others get newer ones.
-
-    If the worker is lost, another may take its place.
-    """
-
-    version: WeightsVersion  # the evaluated one
-    worker_id: str = ""  # empty: training cannot spare a worker
 
 
 class Holds:

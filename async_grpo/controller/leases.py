@@ -10,13 +10,11 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from async_grpo.cluster import handles
-from async_grpo.controller.balancer import Hold
 from async_grpo.controller.heartbeat import in_ticks
-from async_grpo.types import Turn, WeightsVersion, WorkerInfo
+from async_grpo.types import EvaluationTerms, Hold, Turn, WeightsVersion, WorkerInfo
 from async_grpo.util.errors import LeaseLost, LossCause, ProcessLostError, WorkerError
 
 if TYPE_CHECKING:
-    from async_grpo.batching.leased_work import EvaluationTerms
     from async_grpo.cluster.handles import WorkerHandle
 
 T = TypeVar("T")

@@ -21,12 +21,14 @@ import ray
 
 from async_grpo.cluster import handles
 from async_grpo.config.roles import GENERATION, Role
-from async_grpo.controller.balancer import Balancer, Hold, Holds
+from async_grpo.controller.balancer import Balancer, Holds
 from async_grpo.controller.heartbeat import Loss, until_lost
 from async_grpo.controller.leases import Lease, LeaseRequest, WaitingLine
 from async_grpo.controller.members import History, Member
 from async_grpo.controller.updates import Updates
 from async_grpo.types import (
+    EvaluationTerms,
+    Hold,
     PublishReport,
     Pulse,
     Standing,
@@ -46,7 +48,6 @@ from async_grpo.util.errors import (
 )
 
 if TYPE_CHECKING:
-    from async_grpo.batching.leased_work import EvaluationTerms
     from async_grpo.cluster.handles import WorkerHandle
 
 logger = logging.getLogger(__name__)

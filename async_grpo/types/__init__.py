@@ -5,9 +5,11 @@ Each file has one subject. Import the records from here.
 
 from async_grpo.types.requests import (
     EpisodesRequest,
+    EvaluationTerms,
     GenerationRequest,
     GradingRequest,
     HeadRequest,
+    Hold,
     JudgeAnswer,
     JudgeRequest,
     LogprobRequest,

@@ -176,3 +176,31 @@ class JudgeAnswer:
 
     text: str
     num_tokens: int  # read and written
+
+
+@dataclass(slots=True, eq=False)
+class Hold:
+    """For one evaluation, a worker that keeps its weights while others get newer ones.
+
+    If the worker is lost, another may take its place.
+    """
+
+    version: WeightsVersion  # the evaluated one
+    worker_id: str = ""  # empty: training cannot spare a worker
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EvaluationTerms:
+    """The terms of all requests for one set of held-out questions."""
+
+    name: str = ""  # of the set
+    rewards: tuple[str, ...] = ()  # which grade its outputs; empty: those of a question's type
+    hold: Hold | None = None  # of the worker that samples it; None: any worker does
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether its samples count as load of a worker.
+
+        If not, they come on top of the load, few at a time, and no sample for training waits.
+        """
+        return self.hold is None or bool(self.hold.worker_id)

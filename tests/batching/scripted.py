@@ -9,10 +9,10 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from async_grpo.controller.balancer import Hold
 from async_grpo.controller.leases import Lease
 from async_grpo.types import (
     Episode,
+    Hold,
     Question,
     Sample,
     Turn,

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 
 from scripted import Handle
 
-from async_grpo.batching.leased_work import EvaluationTerms
 from async_grpo.config.roles import role_of
 from async_grpo.controller.registry import WorkerRegistry
 from async_grpo.types import (
+    EvaluationTerms,
     Pulse,
     WeightsAck,
     WeightsSnapshot,

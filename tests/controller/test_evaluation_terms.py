@@ -7,9 +7,10 @@ import numpy as np
 from scripted import make_completion, run
 from test_controller import House, without_ray
 
-from async_grpo.batching.leased_work import LAST, EvaluationTerms
+from async_grpo.batching.leased_work import LAST
 from async_grpo.config.roles import ENVIRONMENT, GENERATION, VERIFIER
 from async_grpo.types import (
+    EvaluationTerms,
     GenerationRequest,
     GradingRequest,
     SamplingContract,
