@@ -370,6 +370,6 @@ def _prepare(folder: Path, config: TrainConfig, start: Start) -> None:
     dump = config.recording.dump_samples_filename
     dumped = [str(path) for path in all_files((folder / dump).absolute())] if dump else []
     folders = (run_folder.CHECKPOINTS_FOLDER, SUSPECTS_FOLDER, LOG_FOLDER)
-    own = (run_folder.METRICS_FILE, run_folder.EVALUATIONS_FILE, run_folder.BEST_FILE)
-    own = (*own, ALARMS_FILE, CONTROL_FILE)
+    written = (run_folder.METRICS_FILE, run_folder.EVALUATIONS_FILE, run_folder.BEST_FILE)
+    own = (*written, ALARMS_FILE, CONTROL_FILE)
     run_folder.clear(folder, files=(*own, *dumped), folders=folders)

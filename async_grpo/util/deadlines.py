@@ -13,14 +13,14 @@ A wait that contains another is longer, so that the inner one ends first and nam
 
 from __future__ import annotations
 
-# What tells that somebody lives.
-PING_S = 5.0  # between two pings of a worker, which tell how many tokens it has made
+# Signs of life.
+PING_S = 5.0  # between two pings of a worker, which report the tokens it has made
 LEASE_S = 30.0  # a worker that is silent for so long counts as lost (--worker-lease-s)
-LEAST_STALL_S = 2 * PING_S  # no --stall-timeout-s is shorter: progress is heard of by pings
+LEAST_STALL_S = 2 * PING_S  # no --stall-timeout-s is shorter: pings report progress
 
-# Answers that cost the other side next to nothing.
+# Answers that are cheap for the other side.
 HEAD_PROBE_S = 5.0  # of a Ray head's port
-HUB_ANSWER_S = 10.0  # of a hub that says nothing, as behind a firewall
+HUB_ANSWER_S = 10.0  # of a hub that does not answer, as behind a firewall
 STATUS_S = 10.0  # of the batcher, to a rank that waits for samples
 ANSWER_S = 60.0  # of an actor, which may be starting
 SSH_S = 60.0  # of a machine whose metrics are plotted
@@ -31,14 +31,14 @@ RUN_JOINED_S = 20.0  # by a command that asks a run something
 
 # The controller.
 CONTROLLER_SILENCE_S = 60.0  # of its process, which is frozen then: another is made
-CONTROLLER_FOUND_S = 180.0  # by who makes one while another ends
+CONTROLLER_FOUND_S = 180.0  # by a process that makes one while another ends
 CONTROLLER_IDLE_S = 120.0  # without workers and run, after which it ends itself
-TRAINER_SILENCE_S = 60.0  # of rank 0, which says every second that it lives
+TRAINER_SILENCE_S = 60.0  # of rank 0, which sends a sign of life every second
 UNWITNESSED_S = 10.0  # the same, once its witness is gone
-OTHER_RUN_ENDED_S = 20.0  # of the run that stands in the way of another
+OTHER_RUN_ENDED_S = 20.0  # of a run that another run has to wait for
 OTHER_REWARDS_GONE_S = 5.0  # of verifier pools that are about to leave
 WORK_ENDED_S = 30.0  # of a worker whose leases have ended
-RELEASED_S = 5.0  # of whoever is told that a worker goes, which goes anyway
+RELEASED_S = 5.0  # of the controller, when a worker deregisters; the worker ends anyway
 
 # Workers of a dispatcher.
 PLACED_S = 20.0  # a worker that was killed may hold its CPU for 6 s
@@ -49,7 +49,7 @@ HEAD_ENDED_S = 5.0  # of a cluster that loses its workers before its head
 # The dump of samples, which no step waits for longer than this.
 RECORDER_FLUSH_S = 5.0
 RECORDER_WRITE_S = 60.0
-RECORDER_AGAIN_S = 1.0  # between two questions whether one that has died is there again
+RECORDER_AGAIN_S = 1.0  # between two attempts to reach a recorder that has died
 
 # Trackers, each in a thread of its own.
 TRACKERS_START_S = 120.0  # of all of a run; W&B tries for 90 s
@@ -63,16 +63,16 @@ BUCKET_STAGED_S = 120.0  # verifying one bucket, with a step of generation befor
 BUCKET_FETCH_S = 300.0  # a bucket out of another machine's object store
 CANARY_S = 60.0  # the engine's log-probabilities of a few fixed tokens
 WEIGHTS_APPLIED_S = 300.0  # the pause of an engine that takes new weights
-LATE_LOADS_S = 30.0  # of who still loads when somebody serves new weights already
+LATE_LOADS_S = 30.0  # of workers that still load when others serve the new weights
 FIRST_LOAD_S = 600.0  # of a worker that registers
-PUBLISH_SLACK_S = 30.0  # whoever asks for a publication hears of it so much after its deadline
+PUBLISH_SLACK_S = 30.0  # after its deadline a publication is reported to the caller
 
 # Teachers.
 PAYLOADS_FETCHED_S = 120.0  # by a rank, out of other machines' object stores
 
 # Verifiers.
 GRADER_ENDED_S = 2.0  # of a fork server that was asked to end
-GRADER_SILENCE_S = 15.0  # of one that does not report a request, beyond what the request may take
+GRADER_SILENCE_S = 15.0  # of one that does not report a request, beyond the request's limit
 GRADERS_LOADED_S = 60.0  # of the user's functions, which import what they like
 SHARE_TAKEN_S = 120.0  # by a pool, whose verifier processes are started meanwhile
 CONFINED_S = 60.0  # of a first confined process, which shows that confinement works
@@ -87,7 +87,7 @@ SERVER_PROBE_S = 5.0  # of the port of a server that was away
 GATEWAY_HEAD_S = 10.0  # of a connection whose request has no head yet
 GATEWAY_BODY_S = 30.0  # of a request's body, which takes one of its places
 GATEWAY_ENDED_S = 5.0  # of requests that run when it ends
-AGENT_SAID_S = 2.0  # of the last words of an agent that was killed
+AGENT_SAID_S = 2.0  # of the last output of an agent that was killed
 
 # Other people's environments.
 BRIDGE_READY_S = 180.0  # of a process that imports them, which may be large
@@ -95,15 +95,15 @@ OPENENV_ANSWER_S = 60.0  # of a server, to one action
 
 # Services that environments ask.
 JUDGE_ANSWER_S = 120.0  # of a judge at an address, with the tries that its client makes
-SERVICE_ANSWER_S = 180.0  # of any of the user's own that does not say otherwise
+SERVICE_ANSWER_S = 180.0  # of a service of the user that gives no limit of its own
 
 # Devices.
 DRIVER_ANSWER_S = 60.0  # of nvidia-smi, which wakes every device of a machine
 
 # A run at the controller.
 BEGIN_RUN_S = 120.0  # while another run may still be ending
-RUN_ENDED_S = 5.0  # of rank 0, which ends whether it is heard or not
-RANKS_TOLD_S = 60.0  # rank 0 tells the others so often that an evaluation goes on
+RUN_ENDED_S = 5.0  # of the controller, when rank 0 ends its run; rank 0 ends anyway
+RANKS_TOLD_S = 60.0  # between two messages of rank 0 that an evaluation goes on
 
 # Ranks.
 RANKS_START_S = 300.0  # in which all ranks have started
@@ -114,9 +114,9 @@ GROUP_SLACK_S = 600.0  # of a collective, beyond what rank 0 may wait for sample
 # Logits from teacher ranks to trainer ranks.
 EXPRESS_FORMED_S = 60.0  # in which all members of a group have come
 EXPRESS_CHUNK_S = 120.0  # one chunk of logits, with the teacher's forward before the first
-EXPRESS_LAST_WORD_S = 2.0  # of a teacher whose group is lost, which may know why
+EXPRESS_LAST_WORD_S = 2.0  # of a teacher whose group is lost, which may report the cause
 
-# The end of processes; who outlives its wait is killed.
+# The end of processes, which are killed after their wait.
 OTHERS_ENDED_S = 3.0  # of the other ranks of a machine, once one has failed
 RANKS_LEAVING_S = 5.0  # of rank 0, which ends by itself because another rank has ended
 RANK_BREAK_OFF_S = 8.0  # of a rank that lets go of the workers, when nothing is to be saved

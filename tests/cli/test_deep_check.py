@@ -68,9 +68,9 @@ def deep(tmp_path, monkeypatch):
         purpose="train", source=DataSource("d", "train", ""), num_lines=1,
         lengths=np.asarray([3, 10]), firsts={"": question},
     )  # fmt: skip
-    model = ModelFacts("m", 128, 512, (1,), "hash")
 
-    def findings(**asked):
+    def findings(max_positions=512, **asked):
+        model = ModelFacts("m", 128, max_positions, (1,), "hash")
         Path("asked.json").write_text(json.dumps(asked))
         return list(deep_findings(run, Facts(model=model, data=(read,))))
 
@@ -93,6 +93,10 @@ def test_the_largest_minibatch_then_one_batch_then_its_second_half(deep):
     assert {run["algorithm"] for run in runs} == {"sft"}
     assert runs[2]["resume"].endswith("batch/checkpoints/batch_10")
     assert not Path(runs[0]["output_dir"]).exists()
+
+
+def test_no_sequence_is_longer_than_the_model(deep):
+    assert deep(max_positions=40)[0].text.startswith("25 sequences of 40 tokens on each rank went")
 
 
 @pytest.mark.parametrize(
