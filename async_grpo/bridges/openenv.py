@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 
 from async_grpo.environments.base import Environment, EpisodeFailed, FailureClass, Policy, Services
 from async_grpo.environments.causes import cause_of
-from async_grpo.environments.chat.messages import Message, Reply, ToolSpec
+from async_grpo.environments.chat.messages import Message, Reply, ToolSpec, tool_spec
 from async_grpo.environments.episode import NoRoom
 from async_grpo.environments.tools.base import ToolMistake
 from async_grpo.environments.tools.toolbox import Toolbox
@@ -170,7 +170,7 @@ class OpenEnvSession:
         return EpisodeFailed(FailureClass.ENVIRONMENT, f"OpenEnv server {self._url} {what}")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class ServerTool:
     """See `Tool`: an action of one episode."""
 
@@ -183,12 +183,6 @@ class ServerTool:
         name = self.spec["function"]["name"]
         call = {"type": "call_tool", "tool_name": name, "arguments": arguments}
         return await self.session.step(call if self.is_call else arguments)
-
-
-def tool_spec(name: str, description: str, parameters: Mapping[str, object]) -> ToolSpec:
-    """A tool as OpenAI's protocol describes it."""
-    function = {"name": name, "description": description, "parameters": parameters}
-    return {"type": "function", "function": function}
 
 
 class _NoSession(Exception):
