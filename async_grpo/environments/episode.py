@@ -206,7 +206,7 @@ def _same_tokens(row: Row, other: Row) -> bool:
     )
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class EpisodeServices:
     """See `Services`: those of one episode, or of the grading; knows when nothing is awaited."""
 
