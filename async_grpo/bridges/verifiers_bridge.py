@@ -1,7 +1,7 @@
-"""Plays the tasks of a `verifiers` taskset for async-grpo, in the Python where both are installed.
+"""Plays the tasks of a `verifiers` taskset for async-grpo, in the Python that has `verifiers`.
 
-It imports the standard library, `verifiers` and its dependencies only. Options are those of
-`vf-eval`:
+The taskset is installed there too, async-grpo is not: this file imports the standard library,
+`verifiers` and its dependencies only. Options are those of `vf-eval`:
 
     PYTHON verifiers_bridge.py tasks FILE.jsonl TASKSET [options]    the taskset as questions
     PYTHON verifiers_bridge.py serve TASKSET [options]               what an environment worker runs
@@ -136,7 +136,8 @@ def outcome(episode: Any) -> dict[str, object]:
 
 async def serve(config: Any) -> None:
     """Answer requests until the standard input ends."""
-    # An episode's programs inherit neither the requests as stdin nor the answers as stdout.
+    # Neither may an episode or its programs read a request as stdin, nor may their prints to stdout
+    # be taken for answers.
     source, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)

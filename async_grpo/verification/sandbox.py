@@ -233,10 +233,10 @@ def is_settled(attempts: Sequence[Outcome]) -> bool:
 
 
 def settle(attempts: Sequence[Outcome]) -> Outcome:
-    """One adapter's outcome on one text: the last attempt's, unless every attempt overran.
+    """One adapter's outcome on one text: the last attempt's, if that is graded or an error.
 
-    A text that overruns again, just after the control was graded in time, is a bad answer:
-    unscorable. Lost attempts do not count; if all are lost, the outcome is an error.
+    Else unscorable, if every attempt overran, the last one just after the control was graded in
+    time: the text is a bad answer. Lost attempts do not count. Else an error.
     """
     last = attempts[-1]
     if last.is_graded or last.status == "error":
@@ -249,7 +249,7 @@ def settle(attempts: Sequence[Outcome]) -> Outcome:
 
 
 def best_verdict(outcomes: Sequence[Outcome], *, seconds: float) -> Verdict:
-    """The outcome with the highest reward; an error, unless another adapter gave its maximum.
+    """The highest reward; if an adapter failed, an error, unless another gave its maximum.
 
     The cause is that of the first error that is not of a connection, else of the first error.
     """
