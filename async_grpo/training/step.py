@@ -153,7 +153,8 @@ class GradientStep:
     @property
     def backpropagated(self) -> tuple[int, int]:
         """(samples, tokens) that this rank has trained in the current step so far."""
-        return int(self._counts["trained_samples"]), int(self._counts["trained_tokens"])
+        counts = self._counts  # reading must not add metrics: without minibatches there are none
+        return int(counts.get("trained_samples", 0)), int(counts.get("trained_tokens", 0))
 
     def count(self, **amounts: int) -> None:
         """Add to sums of the step's metrics."""

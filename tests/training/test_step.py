@@ -149,6 +149,13 @@ def test_without_samples_nothing_moves():
     assert all(parameter.grad is None for parameter in policy.parameters())
 
 
+def test_to_ask_what_was_trained_adds_no_metric():
+    policy = PolicyModel(tiny_model(tied=True, dtype=torch.float64))
+    asked, other = (make_step(policy, make_config())[0] for _ in range(2))
+    assert asked.backpropagated == (0, 0)
+    assert asked.finish(0).metrics == other.finish(0).metrics
+
+
 def test_a_non_finite_gradient_is_skipped_and_leaves_no_trace():
     model = tiny_model(tied=True, dtype=torch.float64)
     policy = PolicyModel(model)
