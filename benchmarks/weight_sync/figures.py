@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from async_grpo.types.snapshots import BOUNDS
 from async_grpo.weight_sync.buckets import BUCKET_BYTES
+from async_grpo.weight_sync.sync_report import BOUNDS
 from benchmarks import results
 from benchmarks.alternation import ratios
 from benchmarks.results import Figure, median

@@ -5,10 +5,11 @@ import logging
 
 from oracle import make_config
 
-from async_grpo.run.report import METRICS_FILE, Report
+from async_grpo.run.report import Report
 from async_grpo.training.schedule import Clocks
 from async_grpo.training.step import StepResult
 from async_grpo.types import EndOfStep
+from async_grpo.util.run_folder import METRICS_FILE
 
 
 def test_the_first_outputs_that_take_too_long_are_warned_of(tmp_path, caplog):

@@ -9,11 +9,12 @@ from learners import make_learner, make_minibatches
 from oracle import make_config, sent
 
 from async_grpo.run.loop import train_steps
-from async_grpo.run.report import METRICS_FILE, Report
+from async_grpo.run.report import Report
 from async_grpo.training.learner import Learner
 from async_grpo.training.schedule import Clocks
 from async_grpo.types import EndOfStep
 from async_grpo.util.errors import UnfitModel
+from async_grpo.util.run_folder import METRICS_FILE
 
 GOOD, FILLER, BAD = make_minibatches()
 

@@ -5,11 +5,12 @@ import json
 
 from oracle import make_config
 
-from async_grpo.run.report import METRICS_FILE, Report
+from async_grpo.run.report import Report
 from async_grpo.telemetry.schema import SECTIONS, StepFacts
 from async_grpo.training.schedule import Clocks
 from async_grpo.training.step import StepResult
 from async_grpo.types import EndOfStep
+from async_grpo.util.run_folder import METRICS_FILE
 from async_grpo.weight_sync.sync_report import SyncReport
 
 FIRST = SyncReport(0, 1.5, 0.25, 4096, 0, 128, 1e-6, 5e-7)
