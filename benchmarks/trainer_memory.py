@@ -15,7 +15,7 @@ import multiprocessing
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -205,10 +205,12 @@ def run_rank(rank: int, case: Case, model: str, store: str, pipe: Connection) ->
     import torch.distributed as dist
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from async_grpo.algorithms.find import find_algorithm
     from async_grpo.config.train_config import TrainConfig
     from async_grpo.model.policy import PolicyModel, model_shape
+    from async_grpo.training.billing import as_billed
     from async_grpo.training.fsdp import shard
-    from async_grpo.training.learner import Learner, training_of
+    from async_grpo.training.learner import Learner
     from async_grpo.training.ranks import Ranks, make_mesh
 
     torch.set_num_threads(1)
@@ -247,7 +249,11 @@ def run_rank(rank: int, case: Case, model: str, store: str, pipe: Connection) ->
     arrive("loaded")
     for _ in range(2 if case.num_tokens else 0):  # in the second there are moments
         step()
-    bill = trainer_bill(shape, replace(training_of(config, ranks), num_tokens=case.num_tokens or 1))
+    training = as_billed(
+        config.memory, find_algorithm(config), number_bytes=torch.float32.itemsize,
+        shard_ranks=case.num_ranks, tokens=case.num_tokens or 1,
+    )  # fmt: skip
+    bill = trainer_bill(shape, training)
     arrive((shape, math.ceil(bill.total)))
     dist.barrier()
     dist.destroy_process_group()
