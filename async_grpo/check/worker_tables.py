@@ -44,7 +44,7 @@ class Tried:
     """The verdicts of all rewards, and how they were confined."""
 
     trials: tuple[Trial, ...] = ()
-    confinement: Mapping[str, str] = field(default_factory=dict)  # see `types.workers`
+    confinement: Mapping[str, str] = field(default_factory=dict)  # see `WorkerInfo`
     unseen: tuple[str, ...] = ()  # sentences on rewards that were not imported
 
 
