@@ -253,7 +253,7 @@ def replay(run: Path, batch: int | None) -> None:
     e.g. async-grpo replay runs/mine --batch 12
     """
     for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
-        os.environ.setdefault(name, "1")  # a replay downloads nothing
+        os.environ.setdefault(name, "1")  # what is here is what was trained
     with without_collection():
         from async_grpo.run.replaying import read_record  # seconds, as all needing torch
 

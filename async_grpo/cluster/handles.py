@@ -204,7 +204,7 @@ async def ask_controller(
 
 @lru_cache(maxsize=1)
 def _controller_of(cluster: Cluster, run: RunId) -> ControllerHandle:
-    """Look the controller up once an epoch, since all episodes wait for the lookup."""
+    """Look up once an epoch, which ends with its controller: all episodes wait for a lookup."""
     controller: ControllerHandle | None = cluster.find_actor(CONTROLLER)
     if controller is None:
         raise ProcessLostError("the controller has ended: its run goes on with another one")

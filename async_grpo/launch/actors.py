@@ -57,8 +57,8 @@ def worker_kinds(cluster: Cluster, config: WorkerConfig) -> tuple[WorkerKind, ..
 def _devices_taken(cluster: Cluster, config: WorkerConfig) -> float:
     """The devices that one worker takes, as Ray counts them; 0.0 on a node without devices.
 
-    Raises `ConfigError` where devices cannot be used, and where Ray counts none of them: it could
-    give a device that this worker uses to another one.
+    Raises `ConfigError` where devices cannot be used, and where Ray counts none of them: a worker
+    would take one that Ray does not know to be taken.
     """
     if not config.num_devices or not (here := usable_devices()).devices:
         return 0.0

@@ -32,7 +32,7 @@ from async_grpo.util.ports import free_port
 from async_grpo.verification import namespaces
 
 POLL_INTERVAL_S = 0.05
-LATER_S = 5  # added to the time of an error that only follows from another rank's
+LATER_S = 5  # dates an error that follows from another rank's, as the launcher names the first one
 
 
 def run_ranks(num_ranks: int) -> int:

@@ -1,4 +1,4 @@
-"""Add-ons: optional parts of the package, imported by name when an option asks for one.
+"""Add-ons: parts of the package that are imported by name, each where it is first used.
 
 The core imports none of them (`make imports`); entry points in pyproject.toml name them.
 """

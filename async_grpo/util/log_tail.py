@@ -64,7 +64,7 @@ def first_error(lines: Sequence[str]) -> str:
 
 
 def last_error(lines: Sequence[str]) -> str:
-    """The cause that a failed command's log names: its own error line, or its last exception.
+    """The cause of a failure in its log: an error line, the end of a raylet, or the last exception.
 
     >>> last_error(["INFO ready", "ValueError: no room", "error: it is full", "stopped"])
     'it is full'
