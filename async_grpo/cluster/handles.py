@@ -266,4 +266,4 @@ def _last_line(error: Exception) -> str:
     """The last line of a remote traceback, without the name of our own error class."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     last = lines[-1] if lines else type(error).__name__
-    return re.sub(r"^async_grpo\.errors\.\w+: ", "", last)
+    return re.sub(rf"^{re.escape(AsyncGrpoError.__module__)}\.\w+: ", "", last)

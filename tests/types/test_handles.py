@@ -1,6 +1,7 @@
 import inspect
 
 import pytest
+from ray.exceptions import RayActorError
 
 from async_grpo.cluster.handles import (
     ControllerHandle,
@@ -8,6 +9,7 @@ from async_grpo.cluster.handles import (
     RecorderHandle,
     WitnessHandle,
     WorkerHandle,
+    translated,
 )
 from async_grpo.controller.controller import Controller
 from async_grpo.environments.environment_worker import EnvironmentWorker
@@ -17,6 +19,7 @@ from async_grpo.rollout.generation_worker import GenerationWorker
 from async_grpo.rollout.judge import JudgeWorker
 from async_grpo.rollout.logprob_worker import LogprobWorker
 from async_grpo.run.companions import RunRecorder, Witness
+from async_grpo.util.errors import ConfigError
 from async_grpo.verification.pool import VerifierPool
 
 EVERY_WORKER = {"info", "ping", "abort_all"}
@@ -51,6 +54,16 @@ def test_an_actor_has_the_methods_of_its_handle_and_as_many_arguments(actor, han
 
 def test_no_method_of_a_handle_is_nobodys():
     assert EVERY_WORKER.union(*OF_ROLE.values()) == set(WorkerHandle.__annotations__)
+
+
+@pytest.mark.parametrize(
+    ("raised", "shown"),
+    [(ConfigError, "no room"), (ValueError, "builtins.ValueError: no room")],
+)
+def test_a_death_is_told_without_the_name_of_our_error(raised, shown):
+    name = f"{raised.__module__}.{raised.__qualname__}"
+    error = RayActorError(error_msg=f"ray::Actor.__init__()\n{name}: no room")
+    assert str(translated(error, "the worker")) == f"the worker died: {shown}"
 
 
 def _split(stated):
