@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from async_grpo.verification.config import VerifierConfig
+from async_grpo.verification.graders.shipped import warm_up
 from async_grpo.verification.verifier import run_adapter
 
 CONFIG = VerifierConfig(reward_names=("mine",))
@@ -102,3 +103,9 @@ def test_a_long_message_leaves_room_for_the_line():
     assert outcome.reason.startswith("KeyError: 'x' (the sample has column_0, column_1")
     assert len(outcome.reason) == 500
     assert outcome.reason.endswith("]")
+
+
+def test_users_warm_up_takes_a_grader_of_output_and_answer():
+    graded = []
+    warm_up(lambda output, answer: graded.append((output, answer)))
+    assert all(type(each) is str for pair in graded for each in pair) and len(graded) > 1

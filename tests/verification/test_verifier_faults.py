@@ -59,7 +59,7 @@ def adapter(sample, **kwargs):
         os._exit(0)
     return {"reward": math_verify_reward(sample["output"], sample["answer"])}
 
-adapter.prepare = lambda: warm_up(adapter)
+adapter.prepare = lambda: warm_up(math_verify_reward)
 """
 TEXTS = {
     "hang": "unscorable",

@@ -149,15 +149,18 @@ def gym_library() -> Any:
     return reasoning_gym
 
 
-def warm_up(adapter: Callable[[Sample], object]) -> None:
+@functools.cache
+def warm_up(grade: Callable[[str, str], object]) -> None:
     """Have a parser of mathematics build its tables, which forked requests then share.
+
+    Users' rewards call it too, with a grader of (output, answer): docs/verification.md.
 
     The tables grow with each new form of answer: the first of a form takes 20 to 80 ms.
     """
     for text in FORMS:
         with contextlib.suppress(UnscorableError, ValueError):
-            adapter({"output": rf"\boxed{{{text}}}", "answer": text})
-            adapter({"output": rf"\boxed{{{text}}}", "answer": f"1+{text}"})
+            grade(rf"\boxed{{{text}}}", text)
+            grade(rf"\boxed{{{text}}}", f"1+{text}")
 
 
 def _said(sample: Sample) -> str:
@@ -169,6 +172,10 @@ def _prepare_countdown() -> None:
     """Run the grader until Python has specialised its code, for all forked requests."""
     for _ in range(50):
         countdown({"output": "8-2+9=15", "nums": [2, 9, 8], "target": 15})
+
+
+def _prepare_mathematics(adapter: Callable[[Sample], object]) -> None:
+    warm_up(lambda output, answer: adapter({"output": output, "answer": answer}))
 
 
 def _prepare_code_execution() -> None:
@@ -191,7 +198,7 @@ def _prepare_reasoning_gym() -> None:
 
 
 for _adapter in (mathd, math_verify, sympy):
-    _adapter.prepare = functools.partial(warm_up, _adapter)  # type: ignore[attr-defined]
+    _adapter.prepare = functools.partial(_prepare_mathematics, _adapter)  # type: ignore[attr-defined]
 majority.groupwise = True  # type: ignore[attr-defined]
 majority.prepare = lambda: majority([])  # type: ignore[attr-defined]
 countdown.prepare = _prepare_countdown  # type: ignore[attr-defined]
