@@ -183,8 +183,9 @@ def _read_lines(source: DataSource) -> Iterator[Line]:
 def may_be_hub_name(path: str) -> bool:
     """Whether a path that does not exist may be a hub's data set: asking takes long offline."""
     owner, _, _ = path.rpartition("/")
-    is_path = Path(path).suffix in FORMATS or (owner and Path(owner).is_dir())
-    return HUB_NAME.fullmatch(path) is not None and not is_path
+    if HUB_NAME.fullmatch(path) is None or Path(path).suffix in FORMATS:
+        return False  # before its folder is looked at, which may be closed to this user
+    return not (owner and Path(owner).is_dir())
 
 
 def _is_json(place: Path) -> bool:
