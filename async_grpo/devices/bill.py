@@ -156,9 +156,9 @@ def _activations(model: ModelShape, training: Training) -> tuple[Line, ...]:
 def layer_token_bytes(model: ModelShape, size: int) -> int:
     """Bytes that one layer keeps of one token for its backward pass, at `size` bytes a value.
 
-    Each of two norms keeps its input in float32, the normalised input and its output; in float32
-    the residual's sum as well. Attention keeps queries, keys, values, the heads' output twice, and
-    a normaliser for each head; the MLP keeps gate, its activation, up, and their product.
+    Each of two norms keeps its input in float32 (of a model in float32 the residual itself), the
+    normalised input and its output. Attention keeps queries, keys, values, the heads' output twice,
+    and a normaliser for each head; the MLP keeps gate, its activation, up, and their product.
     """
     norms = 2 * model.hidden * (FLOAT32 + 2 * size)
     of_heads = (model.query_width + model.key_width) * (FLOAT32 + size) * model.norms_heads
