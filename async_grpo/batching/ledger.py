@@ -131,23 +131,7 @@ class Ledger:
         slot = self._slot(ordinal)
         if num_samples is None:
             num_samples, num_tokens = slot.in_flight, slot.num_tokens
-        _require(
-            0 <= num_samples <= slot.in_flight and 0 <= num_tokens <= slot.num_tokens,
-            f"slot {ordinal} has {slot.in_flight} samples and {slot.num_tokens} tokens in flight, "
-            f"got {num_samples} and {num_tokens} as {fate}",
-        )
-        _require(
-            (fate in FATES_WITH_REASON) == bool(reason),
-            f"a reason belongs to {FATES_WITH_REASON} and only to them, got {fate!r}: {reason!r}",
-        )
-        slot.in_flight -= num_samples
-        slot.num_tokens -= num_tokens
-        if num_samples:
-            index = FATES.index(fate)
-            slot.best_fate = index if slot.best_fate is None else min(index, slot.best_fate)
-        totals = self.fates, self._steps[slot.step].fates  # the run's and the step's
-        for fates in totals:
-            fates.count(fate, num_samples, num_tokens, reason)
+        totals = self._count(ordinal, fate, num_samples, num_tokens, reason)
         if not slot.in_flight and not slot.num_tokens and slot.best_fate is not None:
             for fates in totals:
                 fates.slots[FATES[slot.best_fate]] += 1
@@ -173,9 +157,8 @@ class Ledger:
             num_samples, num_tokens = slot.in_flight, slot.num_tokens
         self.admitted_samples += num_samples
         slot.in_flight += num_samples
-        self.settle(
-            ordinal, fate=fate, num_samples=num_samples, num_tokens=num_tokens, reason=reason
-        )
+        # Not by `settle`, which would close a slot whose samples have all been settled.
+        self._count(ordinal, fate, num_samples, num_tokens, reason)
 
     def rolled_back(self, *, first: StepKey, reason: str) -> Ledger:
         """A copy in which step `first` and later ones have only just been admitted.
@@ -279,6 +262,30 @@ class Ledger:
             ledger._steps[StepKey(batch, step_in_batch)] = _Step(dict(sizes), fates)
         ledger.check()
         return ledger
+
+    def _count(
+        self, ordinal: int, fate: Fate, num_samples: int, num_tokens: int, reason: str
+    ) -> tuple[Fates, Fates]:
+        """Take samples and tokens of a slot out of flight; return the run's and step's fates."""
+        slot = self._slot(ordinal)
+        _require(
+            0 <= num_samples <= slot.in_flight and 0 <= num_tokens <= slot.num_tokens,
+            f"slot {ordinal} has {slot.in_flight} samples and {slot.num_tokens} tokens in flight, "
+            f"got {num_samples} and {num_tokens} as {fate}",
+        )
+        _require(
+            (fate in FATES_WITH_REASON) == bool(reason),
+            f"a reason belongs to {FATES_WITH_REASON} and only to them, got {fate!r}: {reason!r}",
+        )
+        slot.in_flight -= num_samples
+        slot.num_tokens -= num_tokens
+        if num_samples:
+            index = FATES.index(fate)
+            slot.best_fate = index if slot.best_fate is None else min(index, slot.best_fate)
+        totals = self.fates, self._steps[slot.step].fates
+        for fates in totals:
+            fates.count(fate, num_samples, num_tokens, reason)
+        return totals
 
     def _slot(self, ordinal: int) -> _Slot:
         slot = self._open.get(ordinal)

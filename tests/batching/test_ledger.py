@@ -73,6 +73,16 @@ def test_work_done_again_is_discarded_once_and_trained_once():
     assert ledger.fates.slots == {"trained": 1}
 
 
+def test_tokens_given_up_after_the_last_sample_leave_the_slot_open():
+    ledger = ledger_with(num_samples=1)
+    ledger.receive(0, num_tokens=5)
+    ledger.settle(0, fate="trained", num_samples=1, num_tokens=2)
+    ledger.reissue(0, fate="replaced")
+    assert ledger.tokens_in_flight(0) == 0 and not ledger.fates.slots
+    ledger.settle(0, fate="trained")
+    assert ledger.fates.slots == {"trained": 1}
+
+
 def test_a_step_is_counted_apart_and_forgotten_when_closed():
     ledger = ledger_with(num_samples=4)
     later = StepKey(0, 1)
