@@ -219,8 +219,8 @@ class SlotPipeline:
                 except EpisodeFailed as error:
                     replays.failed(error)
                     if error.cause is Cause.SERVER and work.dataset_type is not None:
-                        # Without a type, the work passes the gate that its own outage closes: two
-                        # such groups would wait for each other.
+                        # Played without a type, it passes the gate that its own outage closes:
+                        # otherwise two such groups would wait for each other.
                         opened.enter_context(outages.opened(OutageRequest(kind, str(error))))
                         work = replace(work, dataset_type=None)
                 await asyncio.sleep(AFTER_LOSS_S)

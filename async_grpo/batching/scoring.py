@@ -174,8 +174,8 @@ class SampleScoring:
     async def _until_reference_is_due(self, version: WeightsVersion) -> None:
         """Wait until v + S batches are completed, which is when the reference loads version v.
 
-        It has no deadline: the trainer may compute for as long as it needs, and a silent trainer
-        ends the run, and this wait with it.
+        Not earlier: older batches need the version before. It has no deadline: the trainer may
+        compute for as long as it needs, and a silent trainer ends the run, and this wait with it.
         """
         max_staleness = self.plan.config.sampling.max_staleness
         due = version.batches + max_staleness if version.batches else 0

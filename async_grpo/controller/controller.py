@@ -367,7 +367,7 @@ class Controller:
             registry.end_run()
 
     async def _end_with(self, witness: WitnessHandle, run: ServedRun) -> None:
-        """End the run once the witness is gone and its trainer silent: a killed one restarts."""
+        """End it once the witness is gone and the trainer silent; a killed witness restarts."""
         reason = ""
         while not reason or run.silent_ticks < UNWITNESSED_TICKS:
             reason = await until_gone(witness.until_death.remote, who=f"trainer {run.trainer}")

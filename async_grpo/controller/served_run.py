@@ -149,7 +149,7 @@ class ServedRun:
     ) -> object:
         """As `Controller.ask`; `owner` is the lease of the asking worker, if it has one."""
         terms = owner.terms if owner else None
-        if role == VERIFIER:  # through the batcher's grading, which asks again after failures
+        if role == VERIFIER:  # by the run's grading, which asks again after a failed connection
             rewards = terms.rewards if terms else ()
             return await self.pipeline.grading.verdicts(request.outputs, rewards=rewards)
         if role == ENVIRONMENT:  # an episode reports that it waits for its server

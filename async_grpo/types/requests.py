@@ -68,7 +68,7 @@ class Payload(Message):
 
     @property
     def columns(self) -> dict[str, int]:
-        """{name: numbers for each token}; 0: as many as the teacher's width says, at least one."""
+        """{name: columns of each token}; 0: one value, or as many as the teacher's width."""
         if self.kind == "topk":
             return {"ids": self.top_k, "logprobs": self.top_k, "tail": 0}
         return {self.kind: 0}
@@ -90,7 +90,7 @@ class LogprobRequest:
     prompt_token_ids: tuple[NDArray[np.int32], ...]  # [P] each
     output_token_ids: tuple[NDArray[np.int32], ...]  # [L] each
     temperature: float
-    version: WeightsVersion | None  # the weights to score with; None: a teacher's
+    version: WeightsVersion | None  # exactly these weights score; None: a teacher's
     lease_id: int = 0  # the request's key in the worker's pulse
     payload: Payload | None = None  # what a teacher sends beside log-probabilities
     vocab_size: int = 0  # of the student: a payload is over the tokens that both models have
