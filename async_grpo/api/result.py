@@ -39,7 +39,7 @@ class Step:
 
     @property
     def loss(self) -> float | None:
-        """Mean loss of the trained tokens; None if the step was skipped."""
+        """The objective, as docs/metrics.md defines `loss`; None if the step was skipped."""
         return self.metrics.get("loss")
 
     def __getitem__(self, metric: str) -> Any:

@@ -282,7 +282,7 @@ class Demonstrations:
         """Wait for nothing: `publish` evaluates before training continues."""
 
     def references_to_save(self, batches: int) -> Mapping[int, Read]:
-        """None: no reference scores a demonstration."""
+        """Return {}: no reference scores a demonstration."""
         return {}
 
 

@@ -77,7 +77,8 @@ def _check_writable(folder: Path, option: str) -> None:
 def folder_held(folder: Path, ranks: Ranks) -> Iterator[None]:
     """Hold `folder` within the block: no other trainer may use it; collective.
 
-    The folder is made where it is missing, and removed again where nothing but the lock is in it.
+    The folder is made where it is missing; only then it is removed again, if it holds nothing but
+    the lock.
     Raises `ConfigError` on every rank when another trainer holds it, or it cannot be written.
     """
     is_new = not folder.exists()
