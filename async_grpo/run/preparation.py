@@ -146,9 +146,8 @@ def warn_of_small_store(
     """Warn when this node's object store cannot hold new weights beside those being served."""
     shapes = ExpectedWeights.read(config.places.model_name_or_path, dtype=dtype).shapes
     model_bytes = laid_out_bytes(tuple(lay_out((n, dtype, s) for n, s in shapes.items())))
-    num_here = int(
-        os.environ.get("LOCAL_WORLD_SIZE", num_ranks)
-    )  # torchrun sets it: the ranks of this node
+    # torchrun sets LOCAL_WORLD_SIZE, the number of ranks of this node.
+    num_here = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
     store_bytes = int(cluster.resources_here().get("object_store_memory", 0))
     share = stored_here(
         num_ranks=num_ranks, num_here=num_here, shard_ranks=config.memory.shard_ranks

@@ -142,9 +142,8 @@ class Announcements:
     """
 
     def __init__(self) -> None:
-        self.on_synced: Callable[[SyncReport], None] = lambda sync: (
-            None
-        )  # called with the report of each sync of the policy
+        # Called with the report of each sync of the policy.
+        self.on_synced: Callable[[SyncReport], None] = lambda sync: None
         self._serves: dict[str, WeightsSnapshot] = {}  # by role; workers may still be loading them
         self._kept: dict[str, WeightsSnapshot] = {}  # keeps these alive until newer ones are served
         self._has_served = False

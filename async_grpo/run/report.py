@@ -52,9 +52,8 @@ class _Totals:
     failed_checkpoints: int = 0
     batcher_restarts: int = 0
     alarms_raised: int = 0
-    ends: dict[str, list[float]] = field(
-        default_factory=dict
-    )  # {name: [first, last]}, for `conclude`
+    # {name: [first, last]}, for `conclude`
+    ends: dict[str, list[float]] = field(default_factory=dict)
     parts: list[dict[str, Any]] = field(default_factory=list)  # where options or code changed
 
 

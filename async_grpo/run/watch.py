@@ -37,11 +37,8 @@ T = TypeVar("T")
 STATUSES_A_MEMBERSHIP = 3  # statuses between two requests for the members
 NUM_LOG_LINES = 20  # of the failed worker's log, in the record
 FIRST_FAILURE_FILE = "first_failure.json"
-CONSEQUENCES = (
-    DeadlineError,
-    ProcessLostError,
-    ClusterError,
-)  # errors that an earlier incident may explain
+# Errors that an earlier incident may explain.
+CONSEQUENCES = (DeadlineError, ProcessLostError, ClusterError)
 
 
 class Watcher:
@@ -86,9 +83,8 @@ class Watcher:
         try:
             status = client.wait(asked, timeout_s=deadlines.STATUS_S)
         except AsyncGrpoError as error:
-            logger.debug(
-                "no status to show: %s", error
-            )  # the thread that needs the run raises the reason
+            # The thread that needs the run raises the reason.
+            logger.debug("no status to show: %s", error)
             return
         self._incidents.see_status(status, now_s=time.time())
         self.show(status)

@@ -99,9 +99,8 @@ class OfflineTeacher:
         *,
         longest_prompt: int,
     ) -> None:
-        from async_grpo.devices.current import (
-            seen_devices,
-        )  # before torch and vLLM read the variables set below
+        # This imports torch, which reads the variables set below only later.
+        from async_grpo.devices.current import seen_devices
 
         on_cpu = not seen_devices().devices
         os.environ.update(worker_environment(on_cpu=on_cpu) | QUIET)
