@@ -211,7 +211,7 @@ def _fleet(text: str) -> Fleet:
     kind = next((kind for kind in KINDS if any(kind in name for name in names)), "")
     if names:
         return fleet_of(f"{len(names)}", kind=kind)
-    from async_grpo.devices.current import num_threads, read_speed  # imports torch
+    from async_grpo.planning.cores import num_threads, read_speed
 
     threads = num_threads()
     speed = read_speed(threads=threads)

@@ -9,10 +9,9 @@ import pytest
 from click.testing import CliRunner
 
 from async_grpo.cli.main import main
-from async_grpo.devices import current
-from async_grpo.devices.current import Speed
-from async_grpo.planning import prediction, search
+from async_grpo.planning import cores, prediction, search
 from async_grpo.planning.asked import Split, fleet_of
+from async_grpo.planning.cores import Speed
 from async_grpo.planning.page import threads_in_words
 from async_grpo.planning.rates import Rates
 
@@ -36,7 +35,7 @@ def quick(monkeypatch):
 def these_cores(monkeypatch, tmp_path):
     """Nothing is measured, and nothing kept."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(current, "measured", lambda _threads: Speed(18e9, 8e9))
+    monkeypatch.setattr(cores, "measured", lambda _threads: Speed(18e9, 8e9))
 
 
 def plan(*words):

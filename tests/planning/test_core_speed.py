@@ -4,13 +4,13 @@ import os
 
 import pytest
 
-from async_grpo.devices.current import Speed, measured, num_threads, read_speed
+from async_grpo.planning.cores import Speed, measured, num_threads, read_speed
 
 
 def test_a_machine_is_measured_once_for_each_number_of_threads(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     asked = []
-    monkeypatch.setattr("async_grpo.devices.current.measured", lambda threads: measure(threads))
+    monkeypatch.setattr("async_grpo.planning.cores.measured", lambda threads: measure(threads))
 
     def measure(threads):
         asked.append(threads)
@@ -26,7 +26,7 @@ def test_a_machine_is_measured_once_for_each_number_of_threads(monkeypatch, tmp_
 @pytest.mark.skipif(not os.geteuid(), reason="root may write everywhere")
 def test_a_cache_that_takes_no_file_costs_a_measurement_only(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("async_grpo.devices.current.measured", lambda _: Speed(1.0, 2.0))
+    monkeypatch.setattr("async_grpo.planning.cores.measured", lambda _: Speed(1.0, 2.0))
     tmp_path.chmod(0o500)
     assert read_speed(threads=1) == Speed(1.0, 2.0)
 
@@ -40,6 +40,6 @@ def test_threads_are_those_that_a_run_would_have(monkeypatch):
 
 
 def test_cores_compute_as_cores_do(monkeypatch):
-    monkeypatch.setattr("async_grpo.devices.current.MEASURED_S", 0.05)
+    monkeypatch.setattr("async_grpo.planning.cores.MEASURED_S", 0.05)
     speed = measured(1)
     assert 1e8 < speed.flops < 1e13 and 1e7 < speed.bytes_per_s < 1e12
