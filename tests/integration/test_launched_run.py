@@ -15,7 +15,7 @@ from private_cluster import environment, sessions_of
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 MODEL = "sample-data/tiny-countdown"
 BATCHES = 1000
-WORKER = ["worker", f"--model-path={MODEL}"]
+WORKER = ["worker", "--config"]  # the only one, of the one table
 READY_S, ANSWERED_S = 400, 120  # of a machine that is full
 FILE = """
 [launch]
