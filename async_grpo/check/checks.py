@@ -44,8 +44,12 @@ def check_folders(setup: Setup, _: Facts) -> Iterator[Finding]:
     written = f"{recording.output_dir} can be written"
     yield from _of("output", lambda: check_output(recording), written)
     yield from _of("output", lambda: check_overwrite(recording, is_typed=setup.types_overwrite))
-    names = ", ".join(recording.trackers) or "none"
-    yield from _of("trackers", lambda: add_on("trackers").check_trackers(recording.trackers), names)
+    if names := recording.trackers:
+        yield from _of(
+            "trackers", lambda: add_on("trackers").check_trackers(names), ", ".join(names)
+        )
+    else:
+        yield Finding("ok", "trackers", "none")
 
 
 def check_code(setup: Setup, _: Facts) -> Iterator[Finding]:

@@ -125,7 +125,8 @@ def algorithm_of(config: TrainConfig) -> Algorithm:
 def check_at_once(config: TrainConfig) -> None:
     """Check paths, trackers and the cluster's address; the files' contents are checked at load."""
     check_output(config.recording)
-    add_on("trackers").check_trackers(config.recording.trackers)
+    if config.recording.trackers:
+        add_on("trackers").check_trackers(config.recording.trackers)
     model = Path(config.places.model_name_or_path)
     check_files(model)
     check_tokenizer_files(model)

@@ -96,9 +96,11 @@ class Report:
             write_best=lambda it: _write(folder / run_folder.BEST_FILE, dataclasses.asdict(it)),
         )
         self.evaluations.lost("the run was resumed after it", but=start.batches)
-        self._trackers = add_on("trackers").Trackers(
-            config.recording, config.options(), first_step=self._totals.steps + 1
-        )
+        self._trackers: tuple[Any, ...] = ()  # none, or the object for all: an add-on
+        if config.recording.trackers:
+            first_step, options = self._totals.steps + 1, config.options()
+            make = add_on("trackers").Trackers
+            self._trackers = (make(config.recording, options, first_step=first_step),)
         self._gauges = gauges or Absent()
         self._declared = find_algorithm(config).metrics
         self._alarms = AlarmLog(
@@ -138,7 +140,8 @@ class Report:
 
     def __enter__(self) -> Self:
         self._open.enter_context(self.console)
-        for end in (self._trackers.finish, *(file.close for file in self._files)):
+        ends = [each.finish for each in self._trackers]
+        for end in (*ends, *(file.close for file in self._files)):
             self._open.callback(end)
         return self
 
@@ -253,7 +256,7 @@ class Report:
             "learning_rate": result.learning_rate,
             "seconds": seconds,
             "failed_checkpoints": totals.failed_checkpoints,
-            "failed_trackers": self._trackers.num_failed,
+            "failed_trackers": sum(each.num_failed for each in self._trackers),
             "batcher_restarts": totals.batcher_restarts,
             "parts": len(totals.parts),
             "num_minibatches": result.num_minibatches,
@@ -273,7 +276,8 @@ class Report:
         totals.alarms_raised = self._alarms.num_raised
         self._metrics.write(row)
         self._gauges.see_step(row)
-        self._trackers.log_row(row, step=self._totals.steps)
+        for each in self._trackers:
+            each.log_row(row, step=totals.steps)
         self.console.alarms(self._alarms.active)
         self.console.step(row)
         self._see("loss", row["loss"])
@@ -347,7 +351,8 @@ class Report:
         """Chart at the current step: not every tracker accepts an earlier one."""
         self._gauges.see_evaluation(measured)
         charts = {f"evaluation/{name}": value for name, value in measured.items()}
-        self._trackers.log(charts, step=self._totals.steps)
+        for each in self._trackers:
+            each.log(charts, step=self._totals.steps)
 
     def _see(self, name: str, value: float | int | None) -> None:
         if value is not None:

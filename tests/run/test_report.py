@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import logging
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from async_grpo.config.train_config import TrainConfig
 from async_grpo.run.data import warn_of_few
 from async_grpo.run.report import Report
 from async_grpo.telemetry.alarms import ALARMS_FILE
+from async_grpo.telemetry.trackers import Trackers
 from async_grpo.training.learner import HeldOutLoss
 from async_grpo.training.schedule import Clocks
 from async_grpo.training.step import NON_FINITE, StepResult
@@ -25,6 +27,7 @@ from async_grpo.types import (
     WorkerInfo,
 )
 from async_grpo.types.worker_info import confinement_in_words
+from async_grpo.util.add_ons import add_on
 from async_grpo.util.run_folder import EVALUATIONS_FILE, METRICS_FILE, PARAMETERS_FILE
 
 RESULT = StepResult("", 1.0, 1e-3, 2, Clocks(1, 4), {"loss_sum": 6.0, "trained_tokens": 8.0})
@@ -258,10 +261,21 @@ def test_a_run_whose_rewards_are_all_equal_is_told_of_it_once(tmp_path, caplog):
     assert "had the same reward (mean 1): little is learnt from rewards" in told[0]
 
 
+def test_a_run_without_trackers_does_without_their_add_on(tmp_path, clock, monkeypatch):
+    monkeypatch.setitem(sys.modules, "async_grpo.telemetry.trackers", None)  # not to be imported
+    add_on.cache_clear()
+    with Report(make_config(tmp_path, trackers="")) as report:
+        train(report, clock, seconds=2)
+    assert rows_of(tmp_path, METRICS_FILE)[0]["failed_trackers"] == 0
+
+
 def test_charts_come_in_groups_and_evaluations_apart_from_training(tmp_path, clock):
     logged = []
-    with Report(make_config(tmp_path)) as report:
-        report._trackers.log = lambda row, *, step: logged.append((step, row))
+    config = make_config(tmp_path)
+    with Report(config) as report:
+        trackers = Trackers(config.recording, {})
+        trackers.log = lambda row, *, step: logged.append((step, row))
+        report._trackers = (trackers,)
         train(report, clock, seconds=2)
         report.held_out_loss(HeldOutLoss(30.0, 20, 5, 1.0))
     (first, row), (second, evaluation) = logged
