@@ -186,12 +186,14 @@ def test_text_is_decoded_without_special_tokens(workers):
 def test_work_that_its_caller_gives_up_is_ended_in_the_engine(workers):
     """Through Ray: because its caller was cancelled, and because it took too long."""
     worker = workers[0]
-    request = dataclasses.replace(REQUEST, sampling=SamplingContract(1.0, (), 500), lease_id=9)
+    sampling = SamplingContract(1.0, (), 500)
+    request = dataclasses.replace(REQUEST, num_samples=64, sampling=sampling, lease_id=9)
 
     async def give_up():
         answer = asyncio.ensure_future(
             handles.work(worker.generate.remote(request), timeout_s=None, who="the worker")
         )
+        await asyncio.sleep(0)  # a task that is cancelled before it begins runs no `except`
         while 9 not in get(worker.ping.remote()).requests:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
         answer.cancel()
@@ -199,13 +201,15 @@ def test_work_that_its_caller_gives_up_is_ended_in_the_engine(workers):
         with pytest.raises(DeadlineError):
             await handles.work(worker.generate.remote(request), timeout_s=0.1, who="the worker")
 
+    begun = get(worker.ping.remote()).num_tokens
     asyncio.run(give_up())
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + TIMEOUT_S  # Ray may deliver a cancellation seconds later
     while (pulse := get(worker.ping.remote())).requests and time.monotonic() < deadline:
         time.sleep(0.1)
     time.sleep(0.5)
     assert get(worker.ping.remote()) == pulse
     assert pulse.requests == {}
+    assert pulse.num_tokens - begun < 64 * 500, "given up, and sampled to its end nevertheless"
 
 
 def test_a_dead_engine_ends_its_worker_within_seconds(workers):
