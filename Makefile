@@ -60,9 +60,10 @@ test-all: export PROOFS = full
 test-all: dev-tests ## all tests with the proofs in full: 10,000 histories, 4 ranks, 50 updates
 	$(PYTEST) -o timeout=3600
 
-lint: dev ## style and format
+lint: dev ## style and format, and the form of the workflows
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
 
 types: dev ## type annotations
 	$(BIN)/mypy

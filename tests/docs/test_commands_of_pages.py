@@ -13,7 +13,8 @@ BLOCKS = all_blocks("bash")
 FOREIGN = {
     *("--address", "--generate", "--gpus", "--help", "--include-dashboard", "--max-restarts"),
     "--metrics-export-port",
-    *("--nnodes", "--node-ip-address", "--num-gpus", "--object-store-memory", "--port"),
+    *("--nnodes", "--no-python", "--node-ip-address", "--num-gpus", "--object-store-memory"),
+    "--port",
     *("--rdzv-backend", "--rdzv-endpoint", "--shm-size", "--strict"),
 }
 
