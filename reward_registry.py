@@ -39,6 +39,7 @@ class RewardType(StrEnum):
     MATH_VERIFY = "math_verify"
     CODE_EXECUTION = "code_execution"
     MAJORITY = "majority"
+    TTRL = "ttrl"
     REASONING_GYM = "reasoning_gym"
 
 

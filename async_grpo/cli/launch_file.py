@@ -68,6 +68,7 @@ class LaunchCommand(OptionsCommand):
 )
 @click.option("--num-cpus", default=0, help="CPUs that Ray counts; 0: this machine's")
 @click.option("--ray-address", default="", help="cluster to run on; empty: one is made and ended")
+@click.option("--dashboard", is_flag=True, help="start Ray's pages too, which `ray list` reads")
 @click.option("--unconfined-rewards", is_flag=True, help="as if every worker had this option")
 @click.option("--unconfined-code", is_flag=True, help="as if every worker had this option")
 @click.option(

@@ -33,8 +33,8 @@ from async_grpo.util.run_folder import newest_checkpoint
 
 RUN_FILE = "run.toml"  # in a run's folder: the file that resumes it
 RUN_OPTIONS = (  # of `launch`
-    "config", "train_options", "prepare", "num_cpus", "ray_address", "unconfined_rewards",
-    "unconfined_code",
+    "config", "train_options", "prepare", "num_cpus", "ray_address", "dashboard",
+    "unconfined_rewards", "unconfined_code",
 )  # fmt: skip
 END_OF_FILE = "END_OF_RUN_FILE"  # in a script for a queue
 NOTHING: Table = {}
@@ -49,6 +49,7 @@ class LocalRun(Setup):
     num_cpus: int
     num_devices: int = 0  # that its own Ray head counts
     placement: str = ""  # who gets which device, in a sentence
+    dashboard: bool = False  # of its own Ray head
 
     @property
     def folder(self) -> Path:
@@ -104,7 +105,12 @@ class LocalRun(Setup):
     def tables(self) -> dict[str, list[Table]]:
         """Every value, as tables of a file that launches the same run."""
         prepare = " && ".join(shlex.join(command) for command in self.prepare)
-        launch = {"prepare": prepare, "num_cpus": self.num_cpus, "ray_address": self.ray_address}
+        launch = {
+            "prepare": prepare,
+            "num_cpus": self.num_cpus,
+            "ray_address": self.ray_address,
+            "dashboard": self.dashboard,
+        }
         return {
             "launch": [launch],
             "worker": [values_in(config) for config in self.workers],
@@ -147,6 +153,7 @@ def read_run(
     prepare: str = "",
     num_cpus: int = 0,
     ray_address: str = "",
+    dashboard: bool = False,
     **of_workers: bool,
 ) -> LocalRun:
     """The run of a file, or without one that of the trainer's options alone.
@@ -167,6 +174,11 @@ def read_run(
     [picture] = tables.get("plot", [{}])
     values_of(picture, command=plot, where=f"{config}: [plot]")
     _check_cluster(trained.places.ray_address, of_workers=ray_address if workers else None)
+    if dashboard and (ray_address or not workers):
+        raise ConfigError(
+            "--dashboard is of a cluster that launch starts, and this run starts none: "
+            + ("start its head with --include-dashboard=true" if ray_address else "leave it out")
+        )
     folder = trained.recording.output_dir
     own = {"paths": [folder], "output": f"{folder}/reward.svg"}
     drawn = {key: picture[key] for key in picture if key not in run_file.SHARED_OPTIONS}
@@ -180,6 +192,7 @@ def read_run(
         ray_address=ray_address,
         types_overwrite=is_typed(context, "overwrite") or "overwrite" in given,
         given_cpus=num_cpus,
+        dashboard=dashboard,
     )
 
 
@@ -209,7 +222,8 @@ def commands_of(run: LocalRun) -> list[str]:
     commands = [shlex.join(command) for command in run.prepare]
     if run.starts_head:
         devices = f" --num-gpus {run.num_devices}" if run.num_devices else ""
-        commands.append(f"ray start --head --block --num-cpus {run.num_cpus}{devices}")
+        pages = " --include-dashboard=true" if run.dashboard else ""
+        commands.append(f"ray start --head --block --num-cpus {run.num_cpus}{devices}{pages}")
     own = [run.worker_words(number) for number in range(len(run.workers))]
     own += [run.train_words, *([run.plot_words] if run.plot else [])]
     return [*commands, *(f"async-grpo {shlex.join(words)}" for words in own)]

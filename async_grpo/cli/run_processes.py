@@ -39,7 +39,7 @@ def cluster_of(
     if not run.starts_head:
         yield common | ({"RAY_ADDRESS": run.ray_address} if run.ray_address else {}), []
         return
-    port = free_port()
+    port, pages = free_port(), free_port()
     # Short, because Ray keeps sockets there, whose paths must not exceed 107 characters; below a
     # folder of this user's alone, because Ray opens its own to everybody.
     with (
@@ -55,7 +55,8 @@ def cluster_of(
             *("--node-ip-address", "127.0.0.1", "--port", str(port), "--temp-dir", session),
             *("--num-cpus", str(run.num_cpus), "--num-gpus", str(run.num_devices)),
             *("--ray-client-server-port", str(free_port())),
-            *("--include-dashboard=false", "--disable-usage-stats"),
+            *(f"--include-dashboard={str(run.dashboard).lower()}", "--disable-usage-stats"),
+            *("--dashboard-host", "127.0.0.1", "--dashboard-port", str(pages)),
             "--include-log-monitor=false",  # it has no reader, and takes 3 % of a core
         ]
         logger.info("starting Ray ...")
@@ -71,9 +72,18 @@ def cluster_of(
                 ray_head.wait_for(
                     "Ray runtime started", timeout_s=deadlines.HEAD_READY_S, watched=watched
                 )
+                if run.dashboard:
+                    url = f"http://127.0.0.1:{pages}"
+                    logger.info("Ray's dashboard: %s, `%s`", url, command_to_ask(url, private))
                 yield environment, [ray_head]
         finally:
             _keep_logs(Path(session), run.logs / "ray")
+
+
+def command_to_ask(url: str, private: Mapping[str, str]) -> str:
+    """The command that asks a private cluster's dashboard, with the variables that it needs."""
+    token = " ".join(f"{name}={private[name]}" for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"))
+    return f"{token} ray list actors --address {url}"
 
 
 def _keep_logs(session: Path, target: Path) -> None:

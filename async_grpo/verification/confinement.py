@@ -29,7 +29,7 @@ from async_grpo.verification.namespaces import has_user
 
 TOOLS = "/run/async-grpo"  # inside: programs for jails of generated code, readable by `NOBODY`
 SERVER = "async_grpo.verification.fork_server"
-EXECUTE_NO_TEXT = frozenset({"mathd", "sympy", "math_verify", "countdown", "majority"})
+EXECUTE_NO_TEXT = frozenset({"mathd", "sympy", "math_verify", "countdown", "majority", "ttrl"})
 CODE_EXECUTION = "code_execution"
 
 ALLOWED = """HOME LANG LANGUAGE LD_LIBRARY_PATH LOGNAME PATH PYTHONDONTWRITEBYTECODE PYTHONHOME

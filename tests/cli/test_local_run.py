@@ -17,6 +17,7 @@ from async_grpo.cli.worker import main as worker
 from async_grpo.config.option import option_fields
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.config.worker_config import WorkerConfig
+from async_grpo.util.errors import ConfigError
 
 REPOSITORY = Path(__file__).parents[2]
 EXAMPLES = [
@@ -125,6 +126,18 @@ def test_every_command_is_listed_in_order(monkeypatch):
         "async-grpo worker", "async-grpo train", "async-grpo plot",
     ]  # fmt: skip
     assert "num_training_batches = 3" in lines
+
+
+def test_a_dashboard_is_started_and_kept_with_the_run_and_refused_on_a_cluster_of_others():
+    run = read_run(config="examples/quickstart.toml", dashboard=True)
+    head, *_ = commands_of(run)
+    assert head.startswith("ray start --head") and head.endswith("--include-dashboard=true")
+    assert run.tables["launch"][0]["dashboard"]
+    for kept in ({"ray_address": "127.0.0.1:6379"}, {"config": ""}):
+        given = {"config": "examples/quickstart.toml", "dashboard": True} | kept
+        options = () if given["config"] else ("--model-name-or-path", "m", "--data-path", "d")
+        with pytest.raises(ConfigError, match="--dashboard is of a cluster that launch starts"):
+            read_run(**given, train_options=options)
 
 
 def test_the_file_in_the_run_s_folder_goes_on_with_the_run(tricky, tmp_path):

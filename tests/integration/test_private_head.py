@@ -1,6 +1,7 @@
 """A cluster as `launch` makes it: asked with every token, seen from outside and by a reward."""
 
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -11,7 +12,7 @@ from commands import REPOSITORY
 from private_cluster import environment, sessions_of
 
 from async_grpo.cli.local_run import LocalRun
-from async_grpo.cli.run_processes import cluster_of
+from async_grpo.cli.run_processes import cluster_of, command_to_ask
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.verification.usage import descendants
@@ -63,7 +64,7 @@ def private(tmp_path_factory):
     train = TrainConfig(model_name_or_path="m", data_path="d", output_dir=str(folder))
     run = LocalRun(
         prepare=(), workers=(WorkerConfig(mode="verifier"),), train=train, num_ranks=0, plot={},
-        num_cpus=8, ray_address="",
+        num_cpus=8, ray_address="", dashboard=True,
     )  # fmt: skip
     with cluster_of(run) as (variables, _):
         address = variables["RAY_ADDRESS"]
@@ -108,6 +109,20 @@ def test_only_whoever_has_the_token_is_let_in(private, tmp_path):
         code, last = connect(address, tmp_path, **variables)
         assert code == 1
         assert f"the Ray cluster at {address} {sentence}" in last
+
+
+def test_its_dashboard_lists_actors_for_whoever_has_the_token(private, tmp_path):
+    address, token, leader = private
+    with open(f"/proc/{leader}/cmdline") as file:
+        words = file.read().split("\0")
+    pages = f"http://127.0.0.1:{words[words.index('--dashboard-port') + 1]}"
+    said = command_to_ask(pages, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": token})
+    *variables, _, kind, what, option, url = shlex.split(said)
+    ray = [sys.executable, "-m", "ray.scripts.scripts", kind, what, option, url]
+    for given, answer in ((variables, "No resource in the cluster"), ((), "oken authentication is enabled")):
+        env = environment() | dict(word.split("=", 1) for word in given) | {"HOME": str(tmp_path)}
+        done = subprocess.run(ray, env=env, capture_output=True, text=True, timeout=60)
+        assert answer in done.stdout + done.stderr
 
 
 def test_its_resources_are_told_to_whoever_does_not_join(private):

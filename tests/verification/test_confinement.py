@@ -112,7 +112,7 @@ def refusing(tmp_path_factory, monkeypatch):
     confinement.find_bwrap.cache_clear()
 
 
-HARMLESS = ("mathd", "sympy", "math_verify", "countdown", "majority")
+HARMLESS = ("mathd", "sympy", "math_verify", "countdown", "majority", "ttrl")
 PACKAGE = "async_grpo.verification.graders.shipped"
 
 

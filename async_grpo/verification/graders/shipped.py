@@ -209,4 +209,4 @@ reasoning_gym.prepare = _prepare_reasoning_gym  # type: ignore[attr-defined]
 SHIPPED = {
     adapter.__name__: adapter
     for adapter in (mathd, sympy, countdown, math_verify, code_execution, majority, reasoning_gym)
-}
+} | {"ttrl": majority}
