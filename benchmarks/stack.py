@@ -53,6 +53,7 @@ def start(folder: Path) -> Iterator[Stack]:
         "RAY_AUTH_MODE": "disabled",  # a cluster of one machine and a few minutes
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
+        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
     }
     # Short, because Ray keeps sockets there, whose paths must not exceed 107 characters.
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as session:

@@ -69,6 +69,7 @@ def private(tmp_path_factory):
     with cluster_of(run) as (variables, _):
         address = variables["RAY_ADDRESS"]
         yield address, variables["RAY_AUTH_TOKEN_PATH"], leader_of(address)
+    assert "Draining" not in (folder / "logs" / "ray.log").read_text()  # which takes 30 s
 
 
 def leader_of(address):
@@ -112,14 +113,15 @@ def test_only_whoever_has_the_token_is_let_in(private, tmp_path):
 
 
 def test_its_dashboard_lists_actors_for_whoever_has_the_token(private, tmp_path):
-    address, token, leader = private
+    _, token, leader = private
     with open(f"/proc/{leader}/cmdline") as file:
         words = file.read().split("\0")
     pages = f"http://127.0.0.1:{words[words.index('--dashboard-port') + 1]}"
     said = command_to_ask(pages, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": token})
     *variables, _, kind, what, option, url = shlex.split(said)
     ray = [sys.executable, "-m", "ray.scripts.scripts", kind, what, option, url]
-    for given, answer in ((variables, "No resource in the cluster"), ((), "oken authentication is enabled")):
+    refusal = "oken authentication is enabled"
+    for given, answer in ((variables, "No resource in the cluster"), ((), refusal)):
         env = environment() | dict(word.split("=", 1) for word in given) | {"HOME": str(tmp_path)}
         done = subprocess.run(ray, env=env, capture_output=True, text=True, timeout=60)
         assert answer in done.stdout + done.stderr
