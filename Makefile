@@ -11,7 +11,7 @@ PYTEST := $(TEST_VENV)/bin/python -m pytest -n 4 --dist loadfile --no-loadscope-
 	tests async_grpo sample-data benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help setup dev dev-tests quickstart test test-fast test-all test-original test-others lint types imports house docs benchmarks guard
+.PHONY: help setup dev dev-tests quickstart test test-fast test-all test-original test-others test-rotation lint types imports house docs benchmarks guard
 
 help: ## what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -30,10 +30,10 @@ quickstart: setup ## watch a tiny model learn arithmetic puzzles (ARGS="--seed 1
 	@$(BIN)/async-grpo quickstart $(ARGS)
 
 # Tests never ask a model hub, and share the cores: a thread each is fastest.
-test test-fast test-original test-others test-all: export HF_HUB_OFFLINE = 1
-test test-fast test-original test-others test-all: export OMP_NUM_THREADS = 1
+test test-fast test-original test-others test-rotation test-all: export HF_HUB_OFFLINE = 1
+test test-fast test-original test-others test-rotation test-all: export OMP_NUM_THREADS = 1
 ifeq ($(TEST_VENV),.venv-cpu)
-test test-fast test-original test-others test-all: export CUDA_VISIBLE_DEVICES =
+test test-fast test-original test-others test-rotation test-all: export CUDA_VISIBLE_DEVICES =
 endif
 # Hundreds of processes import the package: each would compile it anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -55,6 +55,9 @@ test-others: dev-tests ## verifiers, OpenEnv, W&B and MLflow themselves behind b
 	@tools/setup_others.sh verifiers openenv trackers
 	$(TEST_VENV)/bin/python -m pytest tests/bridges
 	$(OTHERS)/trackers/bin/python -m pytest tests/telemetry/test_real_trackers.py
+
+test-rotation: dev-tests ## a tenth of the slow tests, by the commit, in 40 minutes (ARGS="--tenth 3")
+	$(TEST_VENV)/bin/python tools/rotation.py $(ARGS)
 
 test-all: export PROOFS = full
 test-all: dev-tests ## all tests with the proofs in full: 10,000 histories, 4 ranks, 50 updates
