@@ -24,7 +24,7 @@ from click.shell_completion import CompletionItem
 from async_grpo.cli import local_run, run_processes
 from async_grpo.cli.assignment import Node, described, dispatched, dispatches, in_words, placed
 from async_grpo.cli.boundary import EXIT_ERROR, command_boundary
-from async_grpo.cli.local_run import EMITTED, RUN_FILE, LocalRun, trust_words
+from async_grpo.cli.local_run import EMITTED, LocalRun, trust_words
 from async_grpo.cli.options import CONTEXT, OptionsCommand
 from async_grpo.cli.run_file import Table, as_toml, trust_option
 from async_grpo.cli.train import main as train
@@ -37,7 +37,7 @@ from async_grpo.telemetry.jsonl import NewRows
 from async_grpo.util import deadlines
 from async_grpo.util.errors import ConfigError, DeadlineError, WorkerError
 from async_grpo.util.files import replacing
-from async_grpo.util.run_folder import EVALUATIONS_FILE, METRICS_FILE, PARAMETERS_FILE
+from async_grpo.util.run_folder import EVALUATIONS_FILE, METRICS_FILE, PARAMETERS_FILE, RUN_FILE
 
 logger = logging.getLogger(__name__)
 HERE = Node("", "this machine", 0, 0.0)  # where a cluster of the run's own is

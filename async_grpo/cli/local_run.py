@@ -29,9 +29,8 @@ from async_grpo.cli.worker import main as worker
 from async_grpo.config.worker_config import WorkerConfig, check_services
 from async_grpo.util import deadlines
 from async_grpo.util.errors import ConfigError
-from async_grpo.util.run_folder import newest_checkpoint
+from async_grpo.util.run_folder import RUN_FILE, newest_checkpoint
 
-RUN_FILE = "run.toml"  # in a run's folder: the file that resumes it
 RUN_OPTIONS = (  # of `launch`
     "config", "train_options", "prepare", "num_cpus", "ray_address", "dashboard",
     "unconfined_rewards", "unconfined_code",

@@ -17,10 +17,11 @@ from async_grpo.check.finding import tried
 from async_grpo.cli.assignment import placed_on
 from async_grpo.cli.boundary import command_boundary
 from async_grpo.cli.launch_file import run_of
-from async_grpo.cli.local_run import RUN_FILE, LocalRun, check_origin
+from async_grpo.cli.local_run import LocalRun, check_origin
 from async_grpo.cli.options import CONTEXT
 from async_grpo.cli.run_file import trust_option
 from async_grpo.util.errors import AsyncGrpoError, ConfigError, UnfitModel
+from async_grpo.util.run_folder import RUN_FILE
 
 if TYPE_CHECKING:
     from async_grpo.devices.bill import ModelShape

@@ -88,9 +88,7 @@ def main(*, nproc_per_node: int, **_: object) -> None:
     meets_workers = config.memory.weight_transport == "nccl" or bool(config.teaching.express)
     local_ranks.keep_to_loopback(os.environ, meets_workers=meets_workers)
     # Progress is what this command puts out; errors go to stderr.
-    logging.basicConfig(
-        level="WARNING", format="%(asctime)s %(levelname)s %(message)s", stream=sys.stdout
-    )
+    logging.basicConfig(level="WARNING", handlers=[_log_handler()])
     stop = StopRequest()
     interrupts = RankInterrupts(stop, is_main=is_main_rank(), say=_say)
     interrupts.listen()
@@ -106,6 +104,15 @@ def main(*, nproc_per_node: int, **_: object) -> None:
         interrupts.on_interrupt(config.recording.output_dir),
     ):
         run(config, stop=stop)
+
+
+def _log_handler() -> logging.Handler:
+    handler = logging.StreamHandler(sys.stdout)
+    form = logging.Formatter
+    if sys.stdout.isatty() and not os.environ.get("NO_COLOR"):
+        from async_grpo.telemetry.progress import TerminalFormatter as form  # with rich
+    handler.setFormatter(form("%(asctime)s %(levelname)s %(message)s", "%m-%d %H:%M:%S"))
+    return handler
 
 
 def config_of(context: click.Context) -> TrainConfig:

@@ -62,6 +62,7 @@ def train_grpo(config: TrainConfig, ranks: Ranks, *, stop: Event | None = None) 
         with main.reporting(partial(Report, config, start=start)) as report:
             data = SampledData(ranks, learner, main, cluster, stop)
             train(data, learner, ranks, report, record, start=start, hashes=main.hashes, stop=stop)
+            report.conclude()
 
 
 def train_sft(config: TrainConfig, ranks: Ranks, *, stop: Event | None = None) -> None:

@@ -21,7 +21,7 @@ from async_grpo.telemetry.evaluation_record import EvaluationRecord
 from async_grpo.telemetry.gauges import RayGauges
 from async_grpo.telemetry.jsonl import JsonlWriter, write_json_atomic
 from async_grpo.telemetry.metrics_row import metrics_row
-from async_grpo.telemetry.progress import Console, duration, number
+from async_grpo.telemetry.progress import HELD_OUT, Console, number
 from async_grpo.telemetry.sample_dump import all_files
 from async_grpo.training.learner import HeldOutLoss
 from async_grpo.training.minibatch_log import LOG_FOLDER, SUSPECTS_FOLDER
@@ -280,6 +280,7 @@ class Report:
             each.log_row(row, step=totals.steps)
         self.console.alarms(self._alarms.active)
         self.console.step(row)
+        self._see("reward", row.get("avg_reward"))
         self._see("loss", row["loss"])
         self._usual_minibatches, self._num_minibatches = self._num_minibatches, 0
         self._warn_of_bias(row["perc_timed_out_samples"])
@@ -322,14 +323,14 @@ class Report:
         self._evaluations.write(self._clocks | {"total_seconds": seconds} | measured)
         self._chart(measured)
         self._see("held-out loss", result.mean)
-        logger.info("held-out loss %.4f a token, of %d", result.mean, result.num_tokens)
+        logger.info("%s loss %.4f a token, of %d", HELD_OUT, result.mean, result.num_tokens)
 
     def conclude(self) -> None:
-        """Log the totals of a supervised run, earlier parts included."""
+        """Log what the run took and came to, earlier parts included."""
         rate = self._totals.tokens / self._totals.seconds if self._totals.seconds else None
         parts = [
-            f"{self._totals.steps} steps of {number(self._totals.tokens)} trained tokens in "
-            f"{duration(self._totals.seconds)}, {number(rate)} tok/s"
+            f"trained {self._totals.steps} steps in {self._totals.seconds:,.0f} seconds: "
+            f"{self._totals.tokens:,} tokens, throughput {number(rate)} tok/s"
         ]
         parts += [
             f"{name} {number(first)} first, {number(last)} last"

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from async_grpo.config.evaluation_sets import EvaluationSet
-from async_grpo.telemetry.progress import in_brackets, number
+from async_grpo.telemetry.progress import HELD_OUT, in_brackets, number
 from async_grpo.types import EvaluationResult, QuestionOutcome, WeightsVersion
 
 logger = logging.getLogger(__name__)
@@ -114,7 +114,10 @@ class EvaluationRecord:
         row = dataclasses.asdict(due) | measured
         self._write(row)
         self._compare(row)
-        logger.log(logging.WARNING if result.skipped else logging.INFO, "%s", in_words(row))
+        if result.skipped:
+            logger.warning("%s", in_words(row))
+        else:
+            logger.info("%s", in_words(row).replace("held-out", HELD_OUT, 1))
         return row
 
     def lost(self, reason: str, *, but: int | None = None) -> None:

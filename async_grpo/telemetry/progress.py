@@ -8,8 +8,10 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Self, TextIO
 
+import click
 import rich.console
 from rich.console import Group, RenderableType
 from rich.live import Live
@@ -23,12 +25,17 @@ from async_grpo.types import PipelineStatus
 logger = logging.getLogger(__name__)
 
 STAGES = ("generating", "verifying", "in_reference", "ready", "training")  # of a status
-STEP_LINE = (
-    "step {step} · batch {batch} · reward {avg_reward} · best {avg_max_reward_in_group} · "
-    "length {avg_output_tokens} · timed out {perc_timed_out_samples} · entropy {entropy} · "
-    "loss {loss} · KL {kl} · gradient {grad_norm} · lag {max_lag} · mismatch {mismatch_kl} · "
-    "{tokens_per_second} tok/s · MFU {mfu} · memory {memory} GiB · {seconds} s · {failed} % failed"
-)
+LINE_WIDTH, TIME_WIDTH = 100, 20  # characters of a step's line, and of the time before it
+CELLS = (  # of a step's line, in this order as far as they fit: (what is said, its value's width)
+    ("reward {avg_reward}", 5), ("loss {only_loss}", 8), ("failed {failed}", 4),
+    ("timed out {timed_out}", 4),
+    ("batch {batch}", 0), ("left {left}", 5), ("{seconds} s", 5), ("{rate} tok/s", 5),
+    ("length {avg_output_tokens}", 5), ("grad {grad_norm}", 5), ("KL {kl}", 7),
+    ("loss {loss}", 8), ("entropy {entropy}", 5), ("best {avg_max_reward_in_group}", 5),
+    ("lag {max_lag}", 1), ("MFU {mfu}", 5), ("memory {memory} GiB", 5),
+)  # fmt: skip
+COLOURS = {"reward": "green", "failed": "red", "timed out": "red"}
+HELD_OUT = "== held-out"  # begins a line about held-out data
 RATE_WINDOW_S = 20.0
 NUM_BATCHES_FOR_ETA = 20
 BAR_WIDTH = 32
@@ -94,7 +101,12 @@ class Console:
         """Show and log the gradient step whose metrics are `row`."""
         self._last_line_s = self._clock()
         has_moved = self._progress.see_row(row, now_s=self._last_line_s)
-        logger.info(step_line(row, num_batches=self._progress.num_batches))
+        left = duration(self._progress.remaining_s(self._last_line_s))
+        line = partial(step_line, row, num_batches=self._progress.num_batches, left=left)
+        if self.is_live:
+            width = min(LINE_WIDTH, self._screen.width - TIME_WIDTH)
+            line = partial(line, line_width=width, coloured=not self._screen.no_color)
+        logger.info(line())
         if has_moved:
             logger.info(self._progress.bottleneck.sentence)
 
@@ -238,6 +250,17 @@ def _rates(progress: Progress, status: PipelineStatus) -> Text:
     return Text("\n" + " · ".join(parts))
 
 
+class TerminalFormatter(logging.Formatter):
+    """Colours what a reader of a terminal looks for: warnings, and lines about held-out data."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        if record.levelno >= logging.WARNING:
+            return click.style(text, fg="yellow")
+        is_held_out = record.getMessage().startswith(HELD_OUT)
+        return click.style(text, fg="cyan", bold=True) if is_held_out else text
+
+
 class _Screen(rich.console.Console):
     """Never hides the cursor, which a killed process could not show again."""
 
@@ -262,26 +285,55 @@ def _log_handlers_moved(stream: TextIO, *, to: TextIO) -> Iterator[None]:
             handler.setStream(stream)
 
 
-def step_line(row: Row, *, num_batches: int) -> str:
-    """The summary of one gradient step.
+def step_line(
+    row: Row,
+    *,
+    num_batches: int,
+    left: str = "",
+    line_width: int = LINE_WIDTH,
+    coloured: bool = False,
+) -> str:
+    """The summary of one gradient step in columns, as many of `CELLS` as fit.
 
-    >>> step_line({"step": 3, "iteration": 2, "avg_reward": 0.5}, num_batches=9)
-    'step 3 · batch 3/9 · reward 0.5'
+    `left`: the time to the end of the run.
+
+    >>> step_line({"iteration": 2, "avg_reward": 0.5, "grad_norm": 0.25}, num_batches=9, left="9s")
+    'reward   0.5  batch 3/9  left    9s  grad  0.25'
     """
+    shown = _shown(row, num_batches, left)
+    told, length = [], -2
+    for form, width in CELLS:
+        label, _, name = form.partition("{")
+        name = name.partition("}")[0]
+        if name not in shown:
+            continue
+        cell = form.format_map({name: f"{shown[name]:>{width}}"})
+        cell += in_brackets(row, name) if name == "avg_reward" else ""
+        length += 2 + len(cell)
+        if told and length > line_width:
+            break
+        colour = COLOURS.get(label.rstrip()) if coloured else None
+        told.append(click.style(cell, fg=colour, bold=True) if colour else cell)
+    return "  ".join(told)
+
+
+def _shown(row: Row, num_batches: int, left: str) -> dict[str, str]:
+    """{name in `CELLS`: its value as text}; without rewards the loss is said first."""
     shown = {key: number(value) for key, value in row.items() if value is not None}
-    if "avg_reward" in shown:
-        shown["avg_reward"] += in_brackets(row, "avg_reward")
+    if "avg_reward" not in shown and "loss" in shown:
+        shown["only_loss"] = shown.pop("loss")
     if (batch := row.get("iteration")) is not None:
-        shown["batch"] = f"{int(batch) + 1}/{num_batches}"
+        shown["batch"] = f"{int(batch) + 1:>{len(str(num_batches))}}/{num_batches}"
+    if left:
+        shown["left"] = left
+    if (rate := row.get("tokens_per_second")) is not None:
+        shown["rate"] = number(rate) if rate < 1000 else f"{number(rate / 1000)}k"
     if most := row.get("peak_device_bytes") or row.get("peak_process_bytes"):  # of any rank
         shown["memory"] = number(most / 2**30)
-    if failed := row.get("perc_failed_samples"):
-        shown["failed"] = number(100 * failed)
-    parts = []
-    for part in STEP_LINE.split(" · "):
-        with contextlib.suppress(KeyError):  # the row lacks a number of this part
-            parts.append(part.format_map(shown))
-    return " · ".join(parts)
+    for name in ("failed", "timed_out"):
+        if share := row.get(f"perc_{name}_samples"):
+            shown[name] = f"{100 * share:.0f} %"
+    return shown
 
 
 def in_brackets(row: Row, metric: str) -> str:

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,7 @@ from async_grpo.training.ranks import Ranks
 from async_grpo.training.recorder import Recorder
 from async_grpo.training.step import GradientStep, StepResult
 from async_grpo.types import EndOfStep, Minibatch, Sample, TrainingPair
+from async_grpo.util.run_folder import RUN_FILE
 
 logger = logging.getLogger(__name__)
 PACKED_TOGETHER = 256  # pairs; the time of packing grows faster than their number
@@ -151,11 +153,15 @@ def shard_as_billed(policy: PolicyModel, config: TrainConfig, ranks: Ranks) -> N
         wanted = with_checkpointing_if_needed(model, training, free_bytes=int(USED * free))
         training = replace(training, checkpointing=bool(ranks.agree(wanted.checkpointing)))
     bill = trainer_bill(model, training)
+    file = Path(config.recording.output_dir, RUN_FILE)
+    more = f"`async-grpo plan {file}`" if file.exists() else "--logging-level DEBUG"
     logger.info(
-        "%s\nof %.1f GiB that are free; activation checkpointing (%s) is %s",
-        bill.in_words(), free / GIB, memory.activation_checkpointing,
-        "on" if training.checkpointing else "off",
+        "memory of a trainer rank: %.2f of %.1f GiB that are free; activation checkpointing (%s) "
+        "is %s; its parts: %s",
+        bill.total / GIB, free / GIB, memory.activation_checkpointing,
+        "on" if training.checkpointing else "off", more,
     )  # fmt: skip
+    logger.debug("%s", bill.in_words())
     if bill.total > free:
         logger.warning(
             "a trainer rank needs about %.1f GiB with minibatches of --max-tokens-per-gpu %d, and "

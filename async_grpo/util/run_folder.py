@@ -15,6 +15,7 @@ METRICS_FILE = "training_metrics.jsonl"
 EVALUATIONS_FILE = "evaluation_metrics.jsonl"
 BEST_FILE = "best_checkpoint.json"
 PARAMETERS_FILE = "training_params.json"
+RUN_FILE = "run.toml"  # every option of a launched run: launched in its turn, it goes on
 CHECKPOINTS_FOLDER = "checkpoints"
 
 

@@ -70,7 +70,7 @@ def test_each_step_is_told_once_and_the_result_has_all(config):
     assert [(step.number, step.reward, step["iteration"]) for step in seen] == [
         (1, 0.25, 0), (2, 0.5, 1), (3, 0.75, 2),
     ]  # fmt: skip
-    assert str(seen[1]) == "step 2 · batch 2/3 · reward 0.5"
+    assert str(seen[1]) == "reward   0.5  batch 2/3"
     assert result.history == tuple(step.metrics for step in seen)
     assert repr(result) == "<Result of run: 3 steps, reward 0.75>"
 

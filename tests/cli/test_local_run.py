@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from async_grpo.cli.launch_file import _file_kept, launch
-from async_grpo.cli.local_run import RUN_FILE, commands_of, read_run, resolved_text, resuming
+from async_grpo.cli.local_run import commands_of, read_run, resolved_text, resuming
 from async_grpo.cli.options import is_typed
 from async_grpo.cli.run_file import as_toml
 from async_grpo.cli.train import config_of
@@ -18,6 +18,7 @@ from async_grpo.config.option import option_fields
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.util.errors import ConfigError
+from async_grpo.util.run_folder import RUN_FILE
 
 REPOSITORY = Path(__file__).parents[2]
 EXAMPLES = [

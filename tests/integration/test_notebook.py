@@ -65,7 +65,7 @@ def test_a_function_of_a_cell_trains_a_model(kernel, ray_cluster, tiny_model, qu
     named = TRAIN.format(address=ray_cluster, model=tiny_model, questions=questions)
     *_, trained, looked = kernel(REWARD, named, LOOK, timeout_s=180)
     printed, shown = trained.outputs
-    assert "step 2 · batch 2/2 · reward 0." in printed["text"]
+    assert "  batch 2/2  " in printed["text"]
     assert shown["data"]["text/plain"].startswith("<Result of run: 2 steps, reward 0.")
     assert "image/png" in looked.outputs[-1]["data"]
     [file] = Path(tmp_path, "run").glob("rewards_*.py")

@@ -41,7 +41,7 @@ def test_without_a_terminal_there_is_one_line_an_interval_and_one_a_step(caplog)
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == 3
     assert lines[0].startswith("batch 2/9 · generating 64")
-    assert lines[2] == "step 2 · batch 2/9 · reward 0.25"
+    assert lines[2] == "reward  0.25  batch 2/9  left     –"
 
 
 def test_the_panel_names_its_rewards_what_the_trainer_does_and_alarms():
@@ -127,7 +127,7 @@ def test_in_a_terminal_an_error_leaves_log_traceback_and_cursor_intact():
         r"\x1b\[[0-9;]*m", "", text
     )  # the cursor waits below the border, where the terminal echoes ^C
     plain = re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", text)
-    assert "LOG step 1 · reward 0.5" in map(str.rstrip, plain.splitlines())
+    assert "LOG reward   0.5  left     –" in map(str.rstrip, plain.splitlines())
     assert "\x1b[?25l" not in text  # the cursor was never hidden
     after = text[text.rindex("Traceback") :]
     assert "ValueError: boom" in after

@@ -1,8 +1,11 @@
 import dataclasses
+import logging
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from async_grpo.telemetry.progress import Progress, step_line
+from async_grpo.telemetry.progress import Progress, TerminalFormatter, step_line
 from async_grpo.types import PipelineStatus, Problem
 
 STATUS = PipelineStatus(
@@ -86,5 +89,44 @@ def test_without_a_pipeline_the_rows_tell_the_batch():
 
 def test_a_step_tells_its_failed_share_when_there_is_one():
     row = {"step": 1, "avg_reward": 0.5, "perc_failed_samples": 0.25}
-    assert step_line(row, num_batches=9).endswith("reward 0.5 · 25 % failed")
-    assert step_line(row | {"perc_failed_samples": 0.0}, num_batches=9).endswith("reward 0.5")
+    assert step_line(row, num_batches=9) == "reward   0.5  failed 25 %"
+    assert step_line(row | {"perc_failed_samples": 0.0}, num_batches=9) == "reward   0.5"
+
+
+NUMBERS = st.none() | st.floats(-1e9, 1e9) | st.integers(0, 10**12)
+FULL = {
+    "avg_reward": 0.5, "iteration": 4, "seconds": 1.25, "tokens_per_second": 1234.5, "kl": 1e-5,
+    "avg_output_tokens": 512.0, "grad_norm": 0.25, "loss": 1.5, "entropy": 0.5, "max_lag": 1,
+    "avg_max_reward_in_group": 1.0, "mfu": 0.3, "peak_process_bytes": 2**30,
+}  # fmt: skip
+
+
+@given(st.fixed_dictionaries(dict.fromkeys(FULL, NUMBERS) | {"iteration": st.integers(0, 99)}))
+def test_a_step_is_one_line_of_columns_that_fit(row):
+    line = step_line(row, num_batches=100, left="1h02m")
+    assert len(line) <= 100 and "\n" not in line
+
+
+def test_columns_stand_where_they_stood_and_the_reward_is_first():
+    other = FULL | {"avg_reward": 0.125, "iteration": 99, "kl": 0.5, "tokens_per_second": 9.0}
+    lines = [step_line(row, num_batches=100, left="9s") for row in (FULL, other)]
+    assert lines[0].startswith("reward   0.5  batch   5/100  left    9s   1.25 s  1.23k tok/s")
+    starts = [[line.index(label) for label in ("batch", "left", "grad", "KL")] for line in lines]
+    assert starts[0] == starts[1]
+
+
+def test_without_rewards_the_loss_is_first():
+    assert step_line({"loss": 1.5, "iteration": 0}, num_batches=9).startswith(
+        "loss      1.5  batch"
+    )
+
+
+def test_a_terminal_shows_rewards_warnings_and_held_out_lines_in_colour():
+    assert step_line(FULL, num_batches=9, coloured=True).startswith("\x1b[32m\x1b[1mreward   0.5")
+    form = TerminalFormatter("%(message)s").format
+    made = [logging.makeLogRecord({"levelno": level, "msg": words}) for level, words in (
+        (logging.INFO, "a line"), (logging.WARNING, "take care"), (logging.INFO, "== held-out 1"),
+    )]  # fmt: skip
+    plain, warning, held_out = map(form, made)
+    assert (plain, warning) == ("a line", "\x1b[33mtake care\x1b[0m")
+    assert held_out == "\x1b[36m\x1b[1m== held-out 1\x1b[0m"
