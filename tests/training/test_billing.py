@@ -48,9 +48,10 @@ def test_checkpointing_follows_the_bill_unless_it_is_given(
 
 
 def test_the_bill_is_logged_and_what_does_not_fit_has_a_remedy(sharded, monkeypatch, caplog):
-    caplog.set_level("INFO")
+    caplog.set_level("DEBUG")
     shard_with(1 << 20, monkeypatch, offload="parameters")
     assert sharded["offload"] is True
+    assert "of 0.0 GiB that are free; activation checkpointing" in caplog.text
     assert "master weights in the host: 4 P / 2 ranks" in caplog.text
     assert (
         "minibatches of --max-tokens-per-gpu 16384, and 0.0 GiB are free: lower it" in caplog.text
