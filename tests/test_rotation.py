@@ -4,12 +4,12 @@ import itertools
 import runpy
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 TOOL = Path(__file__).parents[1] / "tools" / "rotation.py"
 ROTATION = runpy.run_path(str(TOOL))
-TESTS = {"test_a.py": "", "test_b.py": "assert False", "test_c.py": "import time; time.sleep(60)"}
 
 
 @given(st.lists(st.text("abc/", min_size=1), unique=True))
@@ -26,13 +26,17 @@ def test_the_commit_before_is_the_newest_with_the_same_tenth(commits, tenth):
     assert found == (tried[0] if tried else "")
 
 
-def test_a_file_that_fails_or_does_not_end_or_is_not_begun_is_red(tmp_path):
-    for name, body in TESTS.items():
-        text = f"import pytest\n@pytest.mark.slow\ndef test():\n    {body or 'pass'}\n"
-        (tmp_path / name).write_text(text)
-    files = [str(tmp_path / name) for name in (*TESTS, "test_a.py")]
-    found = ROTATION["run"](files, limit_s=8)
-    assert [words.split(" within")[0] for words in found.values()] == [
-        "failed", "did not end", "was not begun",
-    ]  # fmt: skip
-    assert [Path(file).name for file in found] == ["test_b.py", "test_c.py", "test_a.py"]
+@pytest.mark.parametrize(
+    ("body", "limit_s", "said"),
+    [
+        ("pass", 300.0, ""),
+        ("assert False", 300.0, "failed"),
+        ("import time; time.sleep(90)", 1.0, "did not end within the 1 s of its tenth"),
+        ("pass", 0.0, "was not begun within 0 s"),
+    ],
+)
+def test_a_file_that_fails_or_does_not_end_or_is_not_begun_is_red(body, limit_s, said, tmp_path):
+    file = tmp_path / "test_it.py"
+    file.write_text(f"import pytest\n@pytest.mark.slow\ndef test_it():\n    {body}\n")
+    found = ROTATION["run"]([str(file)], limit_s=limit_s)
+    assert found == ({str(file): said} if said else {})
