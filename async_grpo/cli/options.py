@@ -1,10 +1,10 @@
-"""Command lines made from option classes, so that help, validation and dumps cannot disagree."""
+"""Options from command lines, made from option classes, and from the launcher's environment."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import click
@@ -13,6 +13,7 @@ from click.shell_completion import CompletionItem
 
 from async_grpo.cli.run_file import OF_TRL, table_of
 from async_grpo.config.option import flag, groups_of, option_docs, option_fields, option_types
+from async_grpo.util.errors import ConfigError
 
 NOT_BUILT = ("tensor", "pipeline", "context")  # ways to divide a model among ranks
 
@@ -23,6 +24,41 @@ CONTEXT = {
     "show_default": True,
     "max_content_width": 100,
 }
+
+# Variables of accelerate's launcher, which writes its defaults too: what each sets here, and the
+# option's value for each of its own, in lower case, its default first.
+OF_ACCELERATE: dict[str, tuple[str, dict[str, object]]] = {
+    "ACCELERATE_MIXED_PRECISION": ("mixed_precision", {"no": "no", "bf16": "bf16"}),
+    "ACCELERATE_DYNAMO_BACKEND": ("use_torch_compile", {"no": False, "inductor": True}),
+    "FSDP_OFFLOAD_PARAMS": ("offload", {"false": "none", "true": "parameters"}),
+    "FSDP_ACTIVATION_CHECKPOINTING": ("activation_checkpointing", {"false": "off", "true": "on"}),
+}
+# The strategy, by FSDP_VERSION: FSDP1's enumeration counts from 1.
+STRATEGIES: dict[str, tuple[str, dict[str, object]]] = {
+    "1": ("FSDP_SHARDING_STRATEGY", {
+        "full_shard": "FULL_SHARD", "1": "FULL_SHARD", "shard_grad_op": "SHARD_GRAD_OP",
+        "2": "SHARD_GRAD_OP", "hybrid_shard": "HYBRID_SHARD", "4": "HYBRID_SHARD",
+    }),
+    "2": ("FSDP_RESHARD_AFTER_FORWARD", {"true": "FULL_SHARD", "false": "SHARD_GRAD_OP"}),
+}  # fmt: skip
+# What else would change a run: the values that are as it is done here, and what to give else.
+ONLY_OF_ACCELERATE: dict[str, tuple[tuple[str, ...], str]] = {
+    "ACCELERATE_USE_DEEPSPEED": (("false",), "give --use_fsdp; ZeRO-3 is FULL_SHARD here"),
+    "ACCELERATE_USE_MEGATRON_LM": (("false",), "give --use_fsdp"),
+    "ACCELERATE_USE_PARALLELISM_CONFIG": (
+        ("false",), "give --fsdp-sharding-strategy HYBRID_SHARD and --fsdp-shard-ranks here"),
+    "ACCELERATE_CPU_AFFINITY": (("0",), "leave it out, and start accelerate under numactl"),
+    "ACCELERATE_DYNAMO_MODE": (("default",), "leave it out"),
+    "ACCELERATE_DYNAMO_USE_FULLGRAPH": (("false",), "leave it out, rows differ in length"),
+    "FSDP_AUTO_WRAP_POLICY": (
+        ("transformer_based_wrap",), "give that: decoder layers are the units here"),
+    "FSDP_STATE_DICT_TYPE": (
+        ("sharded_state_dict",), "give that, only exports in hf_format are whole"),
+    "FSDP_BACKWARD_PREFETCH": (("backward_pre", "1"), "give that, which is what FSDP2 does"),
+    "FSDP_FORWARD_PREFETCH": (("false",), "leave it out, FSDP2 has its own order"),
+    "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": (("false",), "leave it out"),
+    "FSDP_IGNORED_MODULES": ((), "leave it out, all parameters are sharded"),
+}  # fmt: skip
 
 
 class OptionsCommand(click.Command):
@@ -108,6 +144,79 @@ def given_options(context: click.Context) -> dict[str, object]:
         for name, value in context.params.items()
         if context.get_parameter_source(name) is not ParameterSource.DEFAULT
     }
+
+
+def options_of_launcher(
+    environ: Mapping[str, str], given: Mapping[str, object]
+) -> dict[str, object]:
+    """The options that `accelerate launch` sets, beside those given here; without it none.
+
+    A given option precedes a default of the launcher, and may not contradict anything else. Raises
+    `ConfigError` for that, for what means nothing here, and for one process in place of several.
+
+    >>> options_of_launcher({"ACCELERATE_MIXED_PRECISION": "bf16"}, {"batch_size": 8})
+    {'mixed_precision': 'bf16'}
+    """
+    if "ACCELERATE_MIXED_PRECISION" not in environ:
+        return {}
+    _refuse_single_process(environ)
+    _refuse_foreign_keys(environ)
+    version = environ.get("FSDP_VERSION", "1")
+    if version not in STRATEGIES:
+        raise _unlike("FSDP_VERSION", version, STRATEGIES, "give 2")
+    strategy, meanings = STRATEGIES[version]
+    kept = environ.get("FSDP_RESHARD_AFTER_FORWARD", "true")
+    if version == "1" and kept.lower() not in ("true", environ.get(strategy, "").lower()):
+        remedy = "give fsdp_sharding_strategy, with FSDP1 accelerate reads no other"
+        raise _unlike("FSDP_RESHARD_AFTER_FORWARD", kept, (), remedy)
+    found: dict[str, object] = {}
+    table = {**OF_ACCELERATE, strategy: ("fsdp_sharding_strategy", meanings)}
+    for name, (option, values) in table.items():
+        if name in environ:
+            found |= _meant(name, environ[name], option, values, given)
+    return found
+
+
+def _refuse_single_process(environ: Mapping[str, str]) -> None:
+    """Raise `ConfigError` where only this process was started, with the address of several."""
+    if "RANK" not in environ and {"ACCELERATE_USE_CPU", "MASTER_PORT"} <= environ.keys():
+        raise ConfigError(
+            "accelerate launch must start a process for each of its num_processes, but without "
+            "--use_fsdp or --multi_gpu it has started a single one: give --use_fsdp, or "
+            "--num_processes 1 there and --nproc-per-node here"
+        )
+
+
+def _refuse_foreign_keys(environ: Mapping[str, str]) -> None:
+    """Raise `ConfigError` for what accelerate is asked for and does not exist here."""
+    for name, (values, remedy) in ONLY_OF_ACCELERATE.items():
+        if environ.get(name, "").lower() not in ("", *values):
+            raise _unlike(name, environ[name], values, remedy)
+    for name in filter(None, environ.get("FSDP_TRANSFORMER_CLS_TO_WRAP", "").split(",")):
+        if not name.strip().endswith(("DecoderLayer", "Block")):
+            remedy = "leave it out, decoder layers are the units here"
+            raise _unlike("FSDP_TRANSFORMER_LAYER_CLS_TO_WRAP", name, (), remedy)
+
+
+def _meant(
+    name: str, value: str, option: str, meanings: Mapping[str, object], given: Mapping[str, object]
+) -> dict[str, object]:
+    """The option that one variable sets, unless it is given."""
+    if value.lower() not in meanings:
+        raise _unlike(name, value, meanings, f"give one of these, or {flag(option)} here")
+    meant = meanings[value.lower()]
+    if option not in given:
+        return {option: meant}
+    if given[option] != meant and meant != next(iter(meanings.values())):
+        remedy = f"leave it out, or {flag(option)} {given[option]}"
+        raise _unlike(name, value, (str(given[option]),), remedy)
+    return {}
+
+
+def _unlike(name: str, value: str, values: Iterable[str], remedy: str) -> ConfigError:
+    key, known = name.removeprefix("ACCELERATE_").lower(), " or ".join(values)
+    rule = f"be {known}" if known else "not be set"
+    return ConfigError(f"accelerate's {key} must {rule}, got {value}: {remedy}")
 
 
 def is_typed(context: click.Context, name: str) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Event
@@ -18,9 +18,9 @@ from async_grpo.cli.boundary import command_boundary
 from async_grpo.cli.run_file import config_option
 from async_grpo.cluster import head
 from async_grpo.cluster.reservation import rank_device
-from async_grpo.config.option import require
+from async_grpo.config.option import flag, require
 from async_grpo.config.train_config import TrainConfig
-from async_grpo.devices.inventory import prepare_for_devices
+from async_grpo.devices.inventory import VISIBLE, prepare_for_devices
 from async_grpo.launch import local_ranks
 from async_grpo.launch.interrupts import RankInterrupts
 from async_grpo.launch.local_ranks import is_main_rank, rank0_only_errors
@@ -70,7 +70,8 @@ class RankCommand(options.OptionsCommand):
 def main(*, nproc_per_node: int, **_: object) -> None:
     """Train a causal language model with GRPO (or SFT) on this machine.
 
-    On several machines: `torchrun ... trainer_core.py` on each of them, with the same options.
+    On several machines: `torchrun ... trainer_core.py` on each of them, with the same options;
+    `accelerate launch --use_fsdp ... trainer_core.py` does the same.
 
     \b
     e.g. --model-name-or-path models/mine --data-path questions.jsonl --output-dir runs/mine
@@ -84,6 +85,7 @@ def main(*, nproc_per_node: int, **_: object) -> None:
     _check_started(nproc_per_node)
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
+    _take_from_accelerate(os.environ)
     prepare_for_devices(os.environ)
     meets_workers = config.memory.weight_transport == "nccl" or bool(config.teaching.express)
     local_ranks.keep_to_loopback(os.environ, meets_workers=meets_workers)
@@ -97,6 +99,9 @@ def main(*, nproc_per_node: int, **_: object) -> None:
         logging.getLogger("async_grpo").setLevel(config.recording.logging_level)
     else:
         logging.disable(logging.WARNING)
+    if set_by := options.options_of_launcher(os.environ, options.given_options(context)):
+        said = ", ".join(f"{flag(name)} {value}" for name, value in set_by.items())
+        logger.info("accelerate sets what was not given: %s", said)
     with (
         local_ranks.ends_at_once(stop),
         command_boundary(),
@@ -116,10 +121,21 @@ def _log_handler() -> logging.Handler:
 
 
 def config_of(context: click.Context) -> TrainConfig:
-    """The options of a command line, and those of its `--config`."""
+    """The options of a command line, those of its `--config`, and those of its launcher."""
     given = options.given_options(context)
     given.pop("nproc_per_node", None)
-    return TrainConfig.from_options(given)
+    return TrainConfig.from_options(given | options.options_of_launcher(os.environ, given))
+
+
+def _take_from_accelerate(environ: MutableMapping[str, str]) -> None:
+    """Do what else accelerate's launcher asks for, and hide it from libraries.
+
+    With ACCELERATE_USE_FSDP transformers loads whole models on rank 0 alone, for accelerate to send
+    on; here each rank reads its own part.
+    """
+    environ.pop("ACCELERATE_USE_FSDP", None)
+    if environ.get("ACCELERATE_USE_CPU", "").lower() == "true":
+        environ[VISIBLE] = ""
 
 
 def algorithm_of(config: TrainConfig) -> Algorithm:

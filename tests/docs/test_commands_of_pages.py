@@ -11,7 +11,15 @@ from async_grpo.cli.main import main
 BLOCKS = all_blocks("bash")
 # Options of others' programs, which pages name in their text.
 FOREIGN = {
-    *("--address", "--generate", "--gpus", "--help", "--include-dashboard", "--max-restarts"),
+    *(
+        "--address",
+        "--cpu",
+        "--generate",
+        "--gpus",
+        "--help",
+        "--include-dashboard",
+        "--max-restarts",
+    ),
     "--metrics-export-port",
     *("--nnodes", "--no-python", "--node-ip-address", "--num-gpus", "--object-store-memory"),
     "--port",

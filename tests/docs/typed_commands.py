@@ -59,7 +59,7 @@ def commands(text: str) -> Iterator[list[str]]:
 def check(command: list[str], *, own: Collection[str] = ()) -> None:
     """Raises what the command would say, or an AssertionError; `own` are files of the page."""
     program, *arguments = command
-    if program == "torchrun":
+    if program == "torchrun" or command[:2] == ["accelerate", "launch"]:
         script = next(word for word in arguments if word.endswith(".py"))
         return check(["python", script, *arguments[arguments.index(script) + 1 :]])
     name = program.rpartition("/")[2]
