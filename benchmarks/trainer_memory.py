@@ -251,7 +251,7 @@ def run_rank(rank: int, case: Case, model: str, store: str, pipe: Connection) ->
         step()
     training = as_billed(
         config.memory, find_algorithm(config), number_bytes=torch.float32.itemsize,
-        shard_ranks=case.num_ranks, tokens=case.num_tokens or 1,
+        num_ranks=case.num_ranks, shard_ranks=case.num_ranks, tokens=case.num_tokens or 1,
     )  # fmt: skip
     bill = trainer_bill(shape, training)
     arrive((shape, math.ceil(bill.total)))

@@ -37,13 +37,14 @@ OF_ACCELERATE: dict[str, tuple[str, dict[str, object]]] = {
 STRATEGIES: dict[str, tuple[str, dict[str, object]]] = {
     "1": ("FSDP_SHARDING_STRATEGY", {
         "full_shard": "FULL_SHARD", "1": "FULL_SHARD", "shard_grad_op": "SHARD_GRAD_OP",
-        "2": "SHARD_GRAD_OP", "hybrid_shard": "HYBRID_SHARD", "4": "HYBRID_SHARD",
+        "2": "SHARD_GRAD_OP", "no_shard": "NO_SHARD", "3": "NO_SHARD",
+        "hybrid_shard": "HYBRID_SHARD", "4": "HYBRID_SHARD",
     }),
     "2": ("FSDP_RESHARD_AFTER_FORWARD", {"true": "FULL_SHARD", "false": "SHARD_GRAD_OP"}),
 }  # fmt: skip
 # What else would change a run: the values that are as it is done here, and what to give else.
 ONLY_OF_ACCELERATE: dict[str, tuple[tuple[str, ...], str]] = {
-    "ACCELERATE_USE_DEEPSPEED": (("false",), "give --use_fsdp; ZeRO-3 is FULL_SHARD here"),
+    "ACCELERATE_USE_DEEPSPEED": (("false",), "give --use_fsdp: ZeRO-1 is ZERO1, ZeRO-3 FULL_SHARD"),
     "ACCELERATE_USE_MEGATRON_LM": (("false",), "give --use_fsdp"),
     "ACCELERATE_USE_PARALLELISM_CONFIG": (
         ("false",), "give --fsdp-sharding-strategy HYBRID_SHARD and --fsdp-shard-ranks here"),

@@ -105,11 +105,13 @@ class MemoryOptions(Options):
     """kernel of attention over packed rows: auto is packed, torch's own, by FlashAttention-3 where
     that is installed; flash_attention_2 needs flash-attn; each is checked before training"""
     fsdp_sharding_strategy: str = option(
-        "FULL_SHARD", choices=("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD")
+        "FULL_SHARD", choices=("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD", "ZERO1")
     )
     """FULL_SHARD gathers a layer's weights for its forward and again for its backward pass,
     SHARD_GRAD_OP keeps them in between: faster, in more memory; HYBRID_SHARD does as FULL_SHARD
-    within groups of ranks, each of which has all of the model: gathers stay within a machine"""
+    within groups of ranks, each of which has all of the model: gathers stay within a machine;
+    NO_SHARD: every rank has all of the model, its gradients and AdamW's moments, and only adds up
+    gradients; ZERO1: so too, but the moments are divided among the ranks"""
     fsdp_shard_ranks: int = option(0)
     """ranks of a group of HYBRID_SHARD; 0: those of a machine"""
     offload: str = option("none", choices=("none", "optimizer", "parameters"))
@@ -146,6 +148,12 @@ class MemoryOptions(Options):
                 "needs --fsdp-sharding-strategy HYBRID_SHARD, else all ranks are one group",
                 "give that too, or leave it out",
             )
+        if self.fsdp_sharding_strategy == "ZERO1" and self.offload == "parameters":
+            raise self.refusal(
+                "offload",
+                "must leave parameters where ZERO1 gathers them",
+                "give --offload optimizer, or --fsdp-sharding-strategy FULL_SHARD",
+            )
         if self.gpus_per_rank > 1:
             raise self.refusal(
                 "gpus_per_rank", "must be at most 1", "--nproc-per-node takes more devices"
@@ -161,6 +169,6 @@ class MemoryOptions(Options):
     @property
     def shard_ranks(self) -> int | None:
         """Ranks that share one copy of the model; 0: all ranks; None: those of one machine."""
-        if self.fsdp_sharding_strategy != "HYBRID_SHARD":
-            return 0
-        return self.fsdp_shard_ranks or None
+        if self.fsdp_sharding_strategy == "HYBRID_SHARD":
+            return self.fsdp_shard_ranks or None
+        return 1 if self.fsdp_sharding_strategy in ("NO_SHARD", "ZERO1") else 0

@@ -53,6 +53,7 @@ class Training:
     """How a rank trains, as its bill depends on it."""
 
     shard_ranks: int = 1
+    moment_ranks: int = 0  # that divide AdamW's moments; 0: those that share the model
     num_tokens: int = 16384  # of a minibatch
     chunk_tokens: int = 1024  # whose logits exist at a time
     compute_bytes: int = FLOAT32  # of one value in the compute dtype
@@ -119,17 +120,19 @@ def with_checkpointing_if_needed(
 def _held(model: ModelShape, training: Training) -> tuple[Line, ...]:
     own = ceil(model.num_parameters / training.shard_ranks) * FLOAT32
     divided = f"P / {training.shard_ranks} ranks"
+    over = training.moment_ranks or training.shard_ranks
+    moments, of_moments = 2 * ceil(model.num_parameters / over) * FLOAT32, f"8 P / {over} ranks"
     moves, steps = training.offload == "parameters", training.offload != "none"
     gathered = training.compute_bytes * model.root_parameters
     layers = model.num_layers if training.keeps_gathered else 2  # one, and the next on its way
     gathered_layers = training.compute_bytes * model.layer_parameters * layers
     whole = FLOAT32 * model.num_parameters if training.defers else 0
-    copies = 2 * own if training.offload == "optimizer" else 0
+    copies = moments if training.offload == "optimizer" else 0
     return (
         Line("master weights", own, f"4 {divided}", moves),
         Line("gradients", own, f"4 {divided}", moves),
-        Line("AdamW's moments", 2 * own, f"8 {divided}", steps),
-        Line("copies that AdamW steps on", copies, f"8 {divided}", True),
+        Line("AdamW's moments", moments, of_moments, steps),
+        Line("copies that AdamW steps on", copies, of_moments, True),
         Line("the old policy", own if training.keeps_old_policy else 0, f"4 {divided}", moves),
         Line("whole gradients that wait", whole, "4 P"),
         Line("gathered embedding and head", gathered, "e of their parameters"),

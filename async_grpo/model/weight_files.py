@@ -19,7 +19,7 @@ import torch
 from accelerate import init_empty_weights
 from safetensors import safe_open
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
@@ -116,6 +116,24 @@ def read_into(target: Tensor, whole: Tensor, name: str, file: Path) -> None:
 def local_part(tensor: Tensor) -> Tensor:
     """This rank's shard of a sharded tensor, which shares its memory; else the tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def own_rows(tensor: Tensor) -> Tensor:
+    """This rank's rows, in its memory, of a tensor that all ranks hold; a sharded one as it is."""
+    if not isinstance(tensor, DTensor) or tensor.device_mesh.ndim == 1:
+        return tensor
+    mesh, whole = tensor.device_mesh, tensor.to_local()
+    if mesh.size(-1) > 1:
+        return tensor
+    assert mesh.mesh_dim_names
+    ranks = mesh[mesh.mesh_dim_names[0]]
+    rows = Shard(0)
+    size, start = rows.local_shard_size_and_offset(len(whole), ranks.size(), ranks.get_local_rank())
+    return DTensor.from_local(
+        whole[start : start + size], ranks, (rows,),
+        run_check=False, shape=tensor.shape, stride=tensor.stride(),
+    )  # fmt: skip
 
 
 def _slices(whole: Tensor) -> tuple[slice, ...]:

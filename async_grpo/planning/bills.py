@@ -61,7 +61,8 @@ def training_of(asked: Asked, num_ranks: int) -> memory.Training:
     """How a rank trains, with activation checkpointing where it needs it."""
     training = as_billed(
         asked.train.memory, find_algorithm(asked.train), number_bytes=asked.train_bytes,
-        shard_ranks=asked.shard_ranks(num_ranks), tokens=asked.train.batching.max_tokens_per_gpu,
+        num_ranks=num_ranks, shard_ranks=asked.shard_ranks(num_ranks),
+        tokens=asked.train.batching.max_tokens_per_gpu,
     )  # fmt: skip
     if asked.train.memory.activation_checkpointing != "auto":
         return training
@@ -228,6 +229,8 @@ def remedies(asked: Asked, is_enough: Callable[[Asked], bool]) -> list[str]:
     smaller = next((n for n in (16, 8, 4, 2, 1) if n < parts and divides(n)), 0)
     found = [f"lower --max-tokens-per-gpu to {lower}"] if lower else []
     found += [f"give --offload {offload}"] if offload else []
+    if asked.train.memory.shard_ranks == 1 and helps(fsdp_sharding_strategy="FULL_SHARD"):
+        found.append("give --fsdp-sharding-strategy FULL_SHARD")
     return found + ([f"lower --tensor-parallel-size to {smaller}"] if smaller else [])
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from async_grpo.batching.packing import DEFAULT_ATTENTION_RATIO, attention_ratio
-from async_grpo.devices.bill import ModelShape, cached_token_bytes
+from async_grpo.devices.bill import FLOAT32, ModelShape, cached_token_bytes
 from async_grpo.planning.asked import DeviceKind, multiplied
 from async_grpo.util.errors import ConfigError
 
@@ -175,9 +175,14 @@ def engine_rates(
 
 
 def trainer_rates(model: ModelShape, kind: DeviceKind, layout: Layout) -> TrainerRates:
-    """The rates of one rank, which gathers or reduces all shards three times a round."""
+    """The rates of one rank, which gathers or reduces all shards three times a round.
+
+    Where several ranks hold the same shards, they also add up the gradients of these, in float32.
+    """
     apart = kind.network_bytes_per_s if layout.train_nodes > 1 else kind.link_bytes_per_s
-    moved = 3 * model.num_parameters * layout.train_bytes * (layout.shard_ranks > 1)
+    moved: float = 3 * model.num_parameters * layout.train_bytes * (layout.shard_ranks > 1)
+    replicas = max(1, layout.num_ranks // layout.shard_ranks)
+    moved += 2 * FLOAT32 * model.num_parameters / layout.shard_ranks * (1 - 1 / replicas)
     ratio = attention_ratio(
         num_parameters=multiplied(model),
         num_layers=model.num_layers,

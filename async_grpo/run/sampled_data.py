@@ -160,7 +160,8 @@ class SampledData(Iterator[StreamItem]):
                 with_deltas=self._config.memory.weight_delta,
             )
         version = WeightsVersion(self._incarnation, num_batches)
-        return self._collector.collect(local_shards(self._learner.policy), version=version)
+        shards = local_shards(self._learner.policy, divided=True)
+        return self._collector.collect(shards, version=version)
 
     def _open(self) -> RankStream:
         client = self._ranks.share(lambda: self._main.client)

@@ -10,15 +10,22 @@ USED = 0.9  # fraction of the free memory that a bill may take; allocators and l
 
 
 def as_billed(
-    memory: MemoryOptions, algorithm: Algorithm, *, tokens: int, shard_ranks: int, number_bytes: int
+    memory: MemoryOptions,
+    algorithm: Algorithm,
+    *,
+    tokens: int,
+    num_ranks: int,
+    shard_ranks: int,
+    number_bytes: int,
 ) -> Training:
     """The bill's inputs for a rank that trains minibatches of at most `tokens` tokens.
 
-    `number_bytes`: bytes of one value in the compute dtype. `--activation-checkpointing auto`
-    counts as off.
+    `shard_ranks` of the `num_ranks` ranks share one copy of the model. `number_bytes`: bytes of one
+    value in the compute dtype. `--activation-checkpointing auto` counts as off.
     """
     return Training(
         shard_ranks=shard_ranks,
+        moment_ranks=num_ranks if memory.fsdp_sharding_strategy == "ZERO1" else shard_ranks,
         num_tokens=tokens,
         chunk_tokens=memory.chunk_size(tokens),
         compute_bytes=number_bytes,

@@ -1,4 +1,4 @@
-"""Sharding the policy over the trainer ranks, gathering whole parameters, stepping on the host.
+"""Sharding the policy over the trainer ranks, gathering whole parameters, stepping apart from them.
 
 Types of gradients: without `mixed_precision` everything is float32, the model's type. With bf16, a
 backward pass computes a minibatch's gradient in bf16 (the head's in float32, cast at its end); sums
@@ -9,7 +9,8 @@ wait on their rank.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -29,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
 from async_grpo.model.policy import PolicyModel, hf_named_parameters
-from async_grpo.model.weight_files import local_part
+from async_grpo.model.weight_files import local_part, own_rows
 
 
 def compute_dtype(mixed_precision: str, device: torch.device) -> torch.dtype:
@@ -53,8 +54,9 @@ def shard(
     """Shard `policy` in place over a mesh: each decoder layer, then the rest with the root.
 
     Master weights keep their type (float32); gradients are *summed* over all ranks of the mesh, in
-    float32. The mesh may have one rank. Names of parameters do not change. `keep_gathered`: a
-    layer's weights stay whole from its forward to its backward pass. `offload`: shards and their
+    float32. The mesh may have one rank, or one in its last dimension: then each rank holds all, and
+    what FSDP gathers is a copy. Names of parameters do not change. `keep_gathered`: a layer's
+    weights stay whole from its forward to its backward pass. `offload`: shards and their
     gradients lie in the host's memory. `compile`: the layers, and what is computed of logits.
     """
     if activation_checkpointing:
@@ -153,14 +155,16 @@ def iter_device_tensors(
         yield name, full.full_tensor() if isinstance(full, DTensor) else full
 
 
-def local_shards(policy: PolicyModel) -> list[Tensor]:
+def local_shards(policy: PolicyModel, *, divided: bool = False) -> list[Tensor]:
     """This rank's part of each parameter, flat, in the model's order; they share its memory.
 
-    Gathered parameters are dropped first, so that a change of the shards takes effect.
+    Gathered parameters are dropped first, so that a change of the shards takes effect. `divided`:
+    where each rank holds all of the model, its own rows only.
     """
     reshard(policy)
     held = (parameter.detach() for _, parameter in hf_named_parameters(policy))
-    return [local_part(parameter).reshape(-1) for parameter in held]
+    parts = map(own_rows, held) if divided else held
+    return [local_part(part).reshape(-1) for part in parts]
 
 
 def local_gradients(policy: PolicyModel) -> list[Tensor]:
@@ -173,26 +177,75 @@ def _sharded_modules(policy: PolicyModel) -> list[FSDPModule]:
     return [module for module in policy.modules() if isinstance(module, FSDPModule)]
 
 
-class HostAdamW:
-    """AdamW with its moments in the host's memory: 8 bytes a parameter less on the device.
+class TwinAdamW(ABC):
+    """AdamW that steps a twin of each parameter: its methods, and for parameters the same results.
 
-    Has the methods of an `AdamW` over the same groups of parameters, and the same results. Each
-    step copies gradients and masters to the host (8 bytes a parameter of this rank's shard), steps
-    there, and copies masters back (4 bytes). Between steps the device's masters are the valid ones:
-    a resume or an exchange of weights may write into them.
+    Between steps the parameters are the valid ones: a resume or an exchange of weights may write
+    into them.
     """
 
-    def __init__(self, groups: Iterable[dict[str, Any]], **options: Any) -> None:
+    def __init__(
+        self, groups: Iterable[dict[str, Any]], *, make: Callable[..., Any] = AdamW, **options: Any
+    ) -> None:
+        """`make`: the optimizer of the twins, with these `options`."""
         groups = list(groups)
-        self.twins = {p: _on_host(p) for group in groups for p in group["params"]}
-        for parameter, twin in self.twins.items():
-            twin.requires_grad_().grad = _on_host(parameter)
-        self._adamw = AdamW(
+        self.twins = {p: self._twin_of(p).requires_grad_() for g in groups for p in g["params"]}
+        self.adamw = make(
             [{**group, "params": [self.twins[p] for p in group["params"]]} for group in groups],
             **options,
         )
-        self.param_groups = self._adamw.param_groups  # of twins
-        self.state = self._adamw.state  # of twins
+        self.param_groups = self.adamw.param_groups  # of twins
+        self.state = self.adamw.state  # of twins
+
+    @abstractmethod
+    def _twin_of(self, parameter: Tensor) -> Tensor:
+        """Make the twin of a parameter."""
+
+    @abstractmethod
+    def step(self) -> None:
+        """Update the parameters, each of which must have a gradient."""
+
+    def zero_grad(self, *, set_to_none: bool = True) -> None:
+        """Forget the gradients of the parameters; the next step sets those of the twins."""
+        assert set_to_none
+        for parameter in self.twins:
+            parameter.grad = None
+
+
+class DividedAdamW(TwinAdamW):
+    """AdamW with its moments divided by rows among ranks that all hold every parameter (ZeRO-1).
+
+    A twin is this rank's rows, in the parameter's own memory. Each step moves these, and gathers
+    those of the other ranks, one parameter at a time (4 bytes a parameter).
+    """
+
+    def _twin_of(self, parameter: Tensor) -> Tensor:
+        return own_rows(parameter)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Update the parameters, each of which must have a gradient; collective."""
+        for parameter, twin in self.twins.items():
+            assert parameter.grad is not None
+            twin.grad = own_rows(parameter.grad)
+        self.adamw.step()
+        for parameter, twin in self.twins.items():
+            twin.grad = None
+            if isinstance(twin, DTensor) and twin is not parameter:
+                local_part(parameter).copy_(twin.full_tensor())
+
+
+class HostAdamW(TwinAdamW):
+    """AdamW with its moments in the host's memory: 8 bytes a parameter less on the device.
+
+    Each step copies gradients and masters to the host (8 bytes a parameter of this rank's shard),
+    steps there, and copies masters back (4 bytes).
+    """
+
+    def _twin_of(self, parameter: Tensor) -> Tensor:
+        twin = _on_host(parameter)
+        twin.grad = _on_host(parameter)
+        return twin
 
     @torch.no_grad()
     def step(self) -> None:
@@ -201,21 +254,16 @@ class HostAdamW:
             assert parameter.grad is not None and twin.grad is not None
             local_part(twin).copy_(local_part(parameter))
             local_part(twin.grad).copy_(local_part(parameter.grad))
-        self._adamw.step()
+        self.adamw.step()
         for parameter, twin in self.twins.items():
             local_part(parameter).copy_(local_part(twin))
 
-    def zero_grad(self, *, set_to_none: bool = True) -> None:
-        """Forget the gradients on the device; the next step overwrites those in the host."""
-        assert set_to_none
-        for parameter in self.twins:
-            parameter.grad = None
 
-
-def moments_of(optimizer: AdamW | HostAdamW, parameter: Tensor) -> dict[str, Tensor]:
-    """The optimizer's state of a trained parameter: on its device, or in the host."""
-    twin = optimizer.twins[parameter] if isinstance(optimizer, HostAdamW) else parameter
-    return optimizer.state[twin]
+def moments_of(optimizer: AdamW | TwinAdamW, parameter: Tensor) -> dict[str, Tensor]:
+    """The optimizer's state of a trained parameter, or of this rank's rows of it."""
+    if isinstance(optimizer, TwinAdamW):
+        return moments_of(optimizer.adamw, optimizer.twins[parameter])
+    return optimizer.state[parameter]
 
 
 def _on_host(tensor: Tensor) -> Tensor:

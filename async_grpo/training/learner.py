@@ -146,7 +146,8 @@ def shard_as_billed(policy: PolicyModel, config: TrainConfig, ranks: Ranks) -> N
     dtype = compute_dtype(memory.mixed_precision, ranks.device)
     training = as_billed(
         memory, find_algorithm(config), number_bytes=dtype.itemsize,
-        shard_ranks=ranks.mesh.size(-1), tokens=config.batching.max_tokens_per_gpu,
+        num_ranks=ranks.world_size, shard_ranks=ranks.mesh.size(-1),
+        tokens=config.batching.max_tokens_per_gpu,
     )  # fmt: skip
     free = free_bytes(ranks.device, share=memory.gpus_per_rank)
     if memory.activation_checkpointing == "auto":
@@ -163,10 +164,12 @@ def shard_as_billed(policy: PolicyModel, config: TrainConfig, ranks: Ranks) -> N
     )  # fmt: skip
     logger.debug("%s", bill.in_words())
     if bill.total > free:
+        is_whole = memory.shard_ranks == 1  # more ranks would not make it smaller
+        more = "give --fsdp-sharding-strategy FULL_SHARD" if is_whole else "train on more ranks"
         logger.warning(
             "a trainer rank needs about %.1f GiB with minibatches of --max-tokens-per-gpu %d, and "
-            "%.1f GiB are free: lower it, train on more ranks, or give --offload",
-            bill.total / GIB, training.num_tokens, free / GIB,
+            "%.1f GiB are free: lower it, %s, or give --offload",
+            bill.total / GIB, training.num_tokens, free / GIB, more,
         )  # fmt: skip
     shard(
         policy,

@@ -58,10 +58,12 @@ class TokenTerms:
 
 
 def make_optimizer(
-    policy: PolicyModel, options: OptimizerOptions, *, on_host: bool
-) -> AdamW | fsdp.HostAdamW:
+    policy: PolicyModel, options: OptimizerOptions, memory: MemoryOptions
+) -> AdamW | fsdp.TwinAdamW:
     """AdamW over the (sharded) parameters, without weight decay for biases and norms."""
-    make = fsdp.HostAdamW if on_host else AdamW
+    make = fsdp.HostAdamW if memory.offload == "optimizer" else AdamW
+    if memory.fsdp_sharding_strategy == "ZERO1":
+        make = partial(fsdp.DividedAdamW, make=make)
     parameters = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": options.weight_decay},
@@ -94,7 +96,7 @@ class GradientStep:
         device: torch.device | None = None,
     ) -> None:
         """`options` may be replaced between steps. `device` computes; None: the parameters'."""
-        self.optimizer = make_optimizer(policy, options, on_host=memory.offload == "optimizer")
+        self.optimizer = make_optimizer(policy, options, memory)
         self.options = options
         self.clocks = Clocks()  # a resumed run sets them, and the optimizer's own state
         self._policy = policy

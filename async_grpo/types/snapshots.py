@@ -193,7 +193,8 @@ def stored_here(*, num_ranks: int, num_here: int, shard_ranks: int | None) -> fl
     """The share (0 to 1) of new weights that rank 0's machine stores.
 
     `num_here`: how many of the `num_ranks` ranks run on that machine. `shard_ranks`: how many
-    ranks, from 0 on, hold the first copy of the model; 0: all; None: the ranks of one machine.
+    ranks, from 0 on, hold the first copy of the model; 0: all; None: the ranks of one machine; 1:
+    each holds one, and stores its own rows.
 
     >>> stored_here(num_ranks=16, num_here=8, shard_ranks=0)
     0.5
@@ -201,6 +202,9 @@ def stored_here(*, num_ranks: int, num_here: int, shard_ranks: int | None) -> fl
     1.0
     >>> stored_here(num_ranks=16, num_here=4, shard_ranks=8)
     0.5
+    >>> stored_here(num_ranks=16, num_here=4, shard_ranks=1)
+    0.25
     """
-    storing = num_here if shard_ranks is None else shard_ranks or num_ranks
+    sharing = num_here if shard_ranks is None else shard_ranks
+    storing = sharing if sharing > 1 else num_ranks
     return min(num_here, storing) / storing

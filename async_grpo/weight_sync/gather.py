@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from async_grpo.model.policy import PolicyModel, hf_named_parameters
+from async_grpo.model.weight_files import own_rows
 from async_grpo.types import Piece, TensorMeta
 from async_grpo.util import deadlines
 from async_grpo.util.errors import DeadlineError
@@ -231,7 +232,10 @@ class Slice(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shards:
-    """How the policy is sharded: by rows, over the `num_ranks` ranks of `group`."""
+    """How the policy is sharded: by rows, over the `num_ranks` ranks of `group`.
+
+    Where each rank holds all of the model, as if it were sharded: each publishes its own rows.
+    """
 
     shapes: tuple[tuple[str, tuple[int, ...]], ...]  # whole parameters, as checkpoints name them
     group: dist.ProcessGroup | None  # None: this rank holds everything
@@ -247,6 +251,7 @@ class Shards:
         first = next((p for _, p in named if isinstance(p, DTensor)), None)
         if first is None:
             return cls(shapes, None, 0, 1, is_first_replica=True)
+        first = own_rows(first)
         mesh = first.device_mesh
         dim = next(i for i, placement in enumerate(first.placements) if placement.is_shard())
         others = [mesh.get_local_rank(i) for i in range(mesh.ndim) if i != dim]

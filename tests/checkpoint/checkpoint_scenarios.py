@@ -25,11 +25,20 @@ SAVES = {
     "untrained": {"tied": True, "steps": 0},
     "from groups": {"tied": True, "hybrid": True},
     "to groups": {"tied": True},
+    "from whole": {"tied": True, "strategy": "NO_SHARD"},
+    "from divided": {"tied": True, "strategy": "ZERO1"},
+    "to divided": {"tied": True},
 }
-LOADS = SAVES | {"from groups": {"tied": True}, "to groups": {"tied": True, "hybrid": True}}
+LOADS = SAVES | {
+    "from groups": {"tied": True},
+    "to groups": {"tied": True, "hybrid": True},
+    "from whole": {"tied": True, "strategy": "ZERO1"},
+    "from divided": {"tied": True},
+    "to divided": {"tied": True, "strategy": "ZERO1"},
+}
 
 
-def make(seed, *, tied, hybrid=False):
+def make(seed, *, tied, hybrid=False, strategy="FULL_SHARD"):
     """A learner of random weights, with biases of one and of three numbers.
 
     `hybrid`: two groups of ranks, where they are even, whose AdamW steps on the host.
@@ -42,11 +51,12 @@ def make(seed, *, tied, hybrid=False):
         parameter.data.add_(torch.randn_like(parameter))
     num_ranks = dist.get_world_size()
     in_groups = hybrid and num_ranks % 2 == 0
-    mesh = make_mesh("cpu", num_ranks=num_ranks, shard_ranks=num_ranks // 2 if in_groups else 0)
     config = TrainConfig(
         model_name_or_path="m", data_path="d", learning_rate=1e-2,
-        offload="optimizer" if hybrid else "none",
+        offload="optimizer" if hybrid else "none", fsdp_sharding_strategy=strategy,
     )  # fmt: skip
+    shard_ranks = num_ranks // 2 if in_groups else config.memory.shard_ranks
+    mesh = make_mesh("cpu", num_ranks=num_ranks, shard_ranks=shard_ranks)
     ranks = Ranks(dist.get_rank(), num_ranks, torch.device("cpu"), mesh)
     return Learner(shard(PolicyModel(model), mesh), config, ranks)
 
@@ -75,9 +85,9 @@ def whole(learner):
     return tensors | {"steps": steps}
 
 
-def save(rank, *, checkpoint, tied, hybrid=False, steps=3):
+def save(rank, *, checkpoint, steps=3, **options):
     """The state when it was staged; training goes on before it is written."""
-    learner = make(0, tied=tied, hybrid=hybrid)
+    learner = make(0, **options)
     train(learner, steps=steps)
     torch.manual_seed(100 + rank)
     state = whole(learner)
@@ -88,9 +98,9 @@ def save(rank, *, checkpoint, tied, hybrid=False, steps=3):
     return state, torch.rand(3) if rank >= 0 else None
 
 
-def load(rank, *, checkpoint, tied, saved_by, hybrid=False, steps=3):
+def load(rank, *, checkpoint, saved_by, steps=3, **options):
     """The state after loading into another policy, and this rank's next random numbers."""
-    learner = make(7, tied=tied, hybrid=hybrid)
+    learner = make(7, **options)
     train(learner, steps=2)
     learner.step.optimizer.state.clear()
     restore_learner(learner, start_at(checkpoint, saved_by=saved_by, steps=steps))

@@ -64,6 +64,7 @@ def test_its_defaults_count_where_nothing_is_given(exported):
         ({"fsdp_sharding_strategy": "SHARD_GRAD_OP"}, {"fsdp_sharding_strategy": "SHARD_GRAD_OP"}),
         ({"fsdp_sharding_strategy": 2}, {"fsdp_sharding_strategy": "SHARD_GRAD_OP"}),
         ({"fsdp_sharding_strategy": "hybrid_shard"}, {"fsdp_sharding_strategy": "HYBRID_SHARD"}),
+        ({"fsdp_sharding_strategy": "NO_SHARD"}, {"fsdp_sharding_strategy": "NO_SHARD"}),
         ({"fsdp_offload_params": True}, {"offload": "parameters"}),
         ({"fsdp_activation_checkpointing": True}, {"activation_checkpointing": "on"}),
         (

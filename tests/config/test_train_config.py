@@ -86,6 +86,10 @@ def config(**options):
             },
             "--correction-low must be at least 0.01 away from 1 .*, got 0.999: 0.5 is usual",
         ),
+        (
+            {"fsdp_sharding_strategy": "ZERO1", "offload": "parameters"},
+            "--offload must leave parameters where ZERO1 gathers them, got 'parameters': give",
+        ),
         ({"overlong_buffer_tokens": 513}, r"must not exceed --max-generation-tokens \(512\)"),
         ({"num_warmup_samples": 8}, "--num-warmup-samples goes with --schedule-clock samples"),
         ({"num_warmup_steps": 8, "schedule_clock": "samples"}, "--num-warmup-steps goes with"),

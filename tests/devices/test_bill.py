@@ -57,6 +57,15 @@ def test_seven_billion_on_eight_devices_with_checkpointing():
     assert 38 * GB < bill.total < 48 * GB  # fits 80 GB
 
 
+def test_a_divided_optimizer_is_all_that_zero1_shares():
+    alone = trainer_bill(SEVEN_B, replace(EIGHT_RANKS, shard_ranks=1))
+    zero1 = trainer_bill(SEVEN_B, replace(EIGHT_RANKS, shard_ranks=1, moment_ranks=8))
+    assert line(alone, "master weights") == 4 * SEVEN_B.num_parameters
+    assert line(alone, "AdamW's moments") == 8 * SEVEN_B.num_parameters
+    assert line(zero1, "AdamW's moments") == SEVEN_B.num_parameters
+    assert alone.total - zero1.total == 7 * SEVEN_B.num_parameters
+
+
 def test_without_checkpointing_the_defaults_are_a_hundred_gigabytes_of_activations():
     bill = trainer_bill(SEVEN_B, replace(EIGHT_RANKS, num_tokens=16_384, checkpointing=False))
     assert 95 * GB < line(bill, "layers' activations") < 115 * GB

@@ -105,3 +105,12 @@ def test_a_machine_without_the_memory_is_refused():
 def test_buckets_are_those_of_the_weights():
     assert bills.BUCKET_BYTES == buckets.BUCKET_BYTES
     assert bills.BUCKETS == gather.NUM_HOST_BUFFERS + 1
+
+
+def test_a_model_that_each_rank_would_hold_is_refused_with_the_strategy_that_shares_it():
+    run = asked("qwen2.5-7b", devices="16", fsdp_sharding_strategy="NO_SHARD")
+    with pytest.raises(ConfigError, match=r"give --fsdp-sharding-strategy FULL_SHARD$"):
+        check_fits(run)
+    divided = asked("qwen2.5-7b", devices="16", fsdp_sharding_strategy="ZERO1")
+    bills = [rank_bill_of(divided, ranks).total for ranks in (1, 8)]
+    assert bills[0] - bills[1] == pytest.approx(7 * divided.model.num_parameters, abs=64)

@@ -68,7 +68,7 @@ def test_a_split_takes_no_more_than_there_is(devices, kl):
     st.lists(st.integers(1, 8), min_size=1, max_size=5),
     st.sampled_from([1, 2, 4]),
     st.sampled_from([0.0, 0.1]),
-    st.sampled_from(["FULL_SHARD", "HYBRID_SHARD"]),
+    st.sampled_from(["FULL_SHARD", "HYBRID_SHARD", "NO_SHARD", "ZERO1"]),
 )
 def test_whatever_is_recommended_fits_by_its_own_bill(model, nodes, parallel, kl, sharding):
     devices = ",".join(map(str, nodes))

@@ -25,7 +25,7 @@ from async_grpo.config.train_config import TrainConfig
 from async_grpo.model.attention import PACKED
 from async_grpo.model.collate import collate, collate_pairs
 from async_grpo.model.policy import PolicyModel, hf_named_parameters
-from async_grpo.training.fsdp import HostAdamW, iter_full_tensors, shard
+from async_grpo.training.fsdp import HostAdamW, TwinAdamW, iter_full_tensors, shard
 from async_grpo.training.learner import HeldOutPairs, Learner
 from async_grpo.training.ranks import Ranks, make_mesh
 from async_grpo.types import EndOfStep, Minibatch, TrainingPair
@@ -101,23 +101,26 @@ def random_rounds(seed):
     return rounds
 
 
-def mesh_of(*, hybrid):
-    """All ranks in one group, or in two: of four ranks 2 x 2, of two ranks 2 x 1."""
+def mesh_of(config=CONFIG, *, hybrid):
+    """As `config` has it, or two groups: of four ranks 2 x 2, of two ranks 2 x 1."""
     num_ranks = dist.get_world_size()
-    return make_mesh("cpu", num_ranks=num_ranks, shard_ranks=num_ranks // 2 if hybrid else 0)
+    shard_ranks = num_ranks // 2 if hybrid else config.memory.shard_ranks
+    return make_mesh("cpu", num_ranks=num_ranks, shard_ranks=shard_ranks)
 
 
 def make_step(*, tied=True, dtype=torch.float32, config=CONFIG, hybrid=False, **options):
     """(gradient step, policy, and a list that gets the gradient of every step taken)."""
     policy = PolicyModel(tiny_model(tied=tied, dtype=dtype))
-    shard(policy, mesh_of(hybrid=hybrid), **options)
+    shard(policy, mesh_of(config, hybrid=hybrid), **options)
     return equip(policy, config)
 
 
 def equip(policy, config=CONFIG):
     step = gradient_step(policy, config)
     gradients = []
-    optimizer = getattr(step.optimizer, "_adamw", step.optimizer)
+    optimizer = step.optimizer
+    while isinstance(optimizer, TwinAdamW):
+        optimizer = optimizer.adamw
     optimizer.register_step_pre_hook(lambda *_: gradients.append(whole_gradient(policy)))
     return step, policy, gradients
 
@@ -156,7 +159,8 @@ def one_step(rank, *, rounds=usual_rounds, tied=True, dtype=torch.float32, **opt
 def held_bytes(step, policy):
     """What the rank holds of masters, gradients and moments after a step, where it computes."""
     optimizer = step.optimizer
-    moments = [] if isinstance(optimizer, HostAdamW) else optimizer.state.values()
+    on_host = isinstance(getattr(optimizer, "adamw", optimizer), HostAdamW)
+    moments = [] if on_host or isinstance(optimizer, HostAdamW) else optimizer.state.values()
     held = [parameter for parameter in policy.parameters()] * 2  # with a gradient of each
     held += [state[name] for state in moments for name in ("exp_avg", "exp_avg_sq")]
     return sum(tensor.to_local().nbytes for tensor in held)
@@ -239,9 +243,9 @@ def layers_after_forward(rank, *, strategy, source, target):
     return are_whole
 
 
-def deferring_learner(rank, *, source, target):
+def learner_of_a_run(rank, *, source, target, **options):
     """A step as a run takes it: (whether gradients were reduced before its end, its result)."""
-    config = CONFIG.but(model_name_or_path=source, output_dir=target, defer_gradient_sync=True)
+    config = CONFIG.but(model_name_or_path=source, output_dir=target, **options)
     learner = build_learner(rank, config)
     samples = make_samples(tiny_model(tied=True))
     for index, part in enumerate(usual_rounds(rank, samples)):
@@ -251,13 +255,13 @@ def deferring_learner(rank, *, source, target):
     return reduced, learner.update(end)
 
 
-def make_ranks(rank, *, hybrid=False):
-    return Ranks(rank, dist.get_world_size(), torch.device("cpu"), mesh_of(hybrid=hybrid))
+def make_ranks(rank, config=CONFIG, *, hybrid=False):
+    return Ranks(rank, dist.get_world_size(), torch.device("cpu"), mesh_of(config, hybrid=hybrid))
 
 
 def build_learner(rank, config):
     hybrid = config.memory.fsdp_sharding_strategy == "HYBRID_SHARD"
-    return Learner.build(config, make_ranks(rank, hybrid=hybrid))
+    return Learner.build(config, make_ranks(rank, config, hybrid=hybrid))
 
 
 def held_out(rank, *, source, target):
@@ -325,6 +329,7 @@ def world(rank, *, source, target, models):
     """Every scenario: starting processes costs more than running it."""
     f64 = torch.float64
     deferred = CONFIG.but(defer_gradient_sync=True)
+    whole_model, divided = (CONFIG.but(fsdp_sharding_strategy=s) for s in ("NO_SHARD", "ZERO1"))
     return {
         "tied": one_step(rank),
         "untied": one_step(rank, tied=False),
@@ -357,7 +362,26 @@ def world(rank, *, source, target, models):
         "host optimizer hybrid f64": one_step(
             rank, config=CONFIG.but(offload="optimizer"), hybrid=True, dtype=f64
         ),
+        "whole": one_step(rank, config=whole_model),
+        "whole empty rank": one_step(rank, rounds=empty_rank_rounds, config=whole_model),
+        "whole untied f64": one_step(rank, tied=False, dtype=f64, config=whole_model),
+        "whole offloaded": one_step(rank, offload=True, config=whole_model),
+        "whole deferred f64": one_step(
+            rank, dtype=f64, config=whole_model.but(defer_gradient_sync=True)
+        ),
+        "divided": one_step(rank, config=divided),
+        "divided empty rank": one_step(rank, rounds=empty_rank_rounds, config=divided),
+        "divided checkpointing": one_step(rank, config=divided, activation_checkpointing=True),
+        "divided untied f64": one_step(rank, tied=False, dtype=f64, config=divided),
+        "divided deferred f64": one_step(
+            rank, dtype=f64, config=divided.but(defer_gradient_sync=True)
+        ),
+        "divided host optimizer f64": one_step(
+            rank, dtype=f64, config=divided.but(offload="optimizer")
+        ),
+        "divided skipped": skipped_steps(rank, config=divided),
         "partitions": partitions(rank, config=CONFIG),
+        "divided partitions": partitions(rank, config=divided),
         "deferred partitions": partitions(rank, config=deferred),
         "skipped": skipped_steps(rank, config=CONFIG),
         "deferred skipped": skipped_steps(rank, config=deferred),
@@ -366,9 +390,12 @@ def world(rank, *, source, target, models):
         "largest": {tied: largest_tensors(rank, tied=tied) for tied in (True, False)},
         "whole layers": {
             strategy: layers_after_forward(rank, strategy=strategy, source=source, target=target)
-            for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD")
+            for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD", "ZERO1")
         },
-        "learner": deferring_learner(rank, source=source, target=target),
+        "learner": learner_of_a_run(rank, source=source, target=target, defer_gradient_sync=True),
+        "learner that divides": learner_of_a_run(
+            rank, source=source, target=target, fsdp_sharding_strategy="ZERO1"
+        ),
         "held out": held_out(rank, source=source, target=target),
         "gathered": gathered(rank, source=source, target=target),
         "loaded": differences(rank, models=models),

@@ -19,11 +19,12 @@ def sharded(monkeypatch):
     return options
 
 
-def shard_with(free, monkeypatch, *, others=0, **options):
+def shard_with(free, monkeypatch, *, others=0, share=2, **options):
     monkeypatch.setattr(learner, "free_bytes", lambda device, share: free)
     ranks = SimpleNamespace(
         device=torch.device("cpu"),
-        mesh=SimpleNamespace(size=lambda dim: 2),
+        world_size=2,
+        mesh=SimpleNamespace(size=lambda dim: share),
         agree=lambda mine: max(mine, others),
     )
     config = TrainConfig(model_name_or_path="m", data_path="d", max_staleness=1, **options)
@@ -56,3 +57,16 @@ def test_the_bill_is_logged_and_what_does_not_fit_has_a_remedy(sharded, monkeypa
     assert (
         "minibatches of --max-tokens-per-gpu 16384, and 0.0 GiB are free: lower it" in caplog.text
     )
+
+
+@pytest.mark.parametrize(
+    ("strategy", "moments"), [("NO_SHARD", "8 P / 1 ranks"), ("ZERO1", "8 P / 2 ranks")]
+)
+def test_where_each_rank_holds_the_model_more_of_them_are_no_remedy(
+    strategy, moments, sharded, monkeypatch, caplog
+):
+    caplog.set_level("INFO")
+    shard_with(1 << 20, monkeypatch, share=1, fsdp_sharding_strategy=strategy)
+    for held in ("master weights: 4 P / 1 ranks", "gradients: 4 P / 1", f"moments: {moments}"):
+        assert held in caplog.text
+    assert "lower it, give --fsdp-sharding-strategy FULL_SHARD, or give --offload" in caplog.text

@@ -45,6 +45,12 @@ OFFLOADED = [
     "host optimizer hybrid f64",
 ]  # fmt: skip
 
+WHOLE = [
+    "whole", "whole empty rank", "whole untied f64", "whole offloaded", "whole deferred f64",
+    "divided", "divided empty rank", "divided checkpointing", "divided untied f64",
+    "divided deferred f64", "divided host optimizer f64",
+]  # fmt: skip
+
 
 @pytest.fixture(scope="module", params=WORLDS, ids=lambda num_ranks: f"{num_ranks}_ranks")
 def ran(request, tmp_path_factory):
@@ -104,7 +110,7 @@ def test_layers_that_stay_gathered_give_the_oracle_s_gradient(scenario, ran):
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("scenario", HYBRID + OFFLOADED)
+@pytest.mark.parametrize("scenario", HYBRID + OFFLOADED + WHOLE)
 def test_groups_of_shards_and_memory_of_hosts_give_the_oracle_s_gradient(scenario, ran):
     """Sums over both dimensions of the mesh: a mean over replicas would be half of it."""
     tolerance = F64 if "f64" in scenario else F32
@@ -119,12 +125,23 @@ def test_groups_of_shards_and_memory_of_hosts_give_the_oracle_s_gradient(scenari
         ("hybrid tied", {"hybrid": True}),
         ("host optimizer", {"offload": "optimizer"}),
         ("host optimizer hybrid f64", {"offload": "optimizer", "hybrid": True, "size": 2}),
+        ("whole", {"is_whole": True}),
+        ("divided", {"is_whole": True, "divides": True}),
+        (
+            "divided host optimizer f64",
+            {"is_whole": True, "divides": True, "offload": "optimizer", "size": 2},
+        ),
     ],
 )
 def test_a_rank_holds_what_its_bill_says(scenario, options, ran):
     num_ranks = len(ran[scenario])
     groups = 2 if options.get("hybrid") and num_ranks > 1 else 1
-    training = Training(shard_ranks=num_ranks // groups, offload=options.get("offload", "none"))
+    shard_ranks = 1 if options.get("is_whole") else num_ranks // groups
+    training = Training(
+        shard_ranks=shard_ranks,
+        moment_ranks=num_ranks if options.get("divides") else shard_ranks,
+        offload=options.get("offload", "none"),
+    )
     bill = trainer_bill(model_shape(PolicyModel(tiny_model(tied=True))), training)
     names = ("master weights", "gradients", "AdamW's moments")
     billed = sum(line.num_bytes for line in bill.lines if line.name in names and not line.on_host)
@@ -140,9 +157,19 @@ def test_an_optimizer_in_the_host_s_memory_moves_parameters_to_the_same_bits(ran
 
 
 @pytest.mark.integration
+def test_an_optimizer_divided_among_ranks_moves_parameters_to_the_same_bits(ran):
+    for plain, divided in zip(ran["whole"], ran["divided"], strict=True):
+        for name, value in plain["parameters"].items():
+            assert torch.equal(divided["parameters"][name], value)
+
+
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("strategy", "whole"),
-    [("FULL_SHARD", False), ("SHARD_GRAD_OP", True), ("HYBRID_SHARD", False)],
+    [
+        *(("FULL_SHARD", False), ("SHARD_GRAD_OP", True), ("HYBRID_SHARD", False)),
+        *(("NO_SHARD", False), ("ZERO1", False)),  # a copy of what lies on the rank
+    ],
 )
 def test_a_learner_keeps_layers_gathered_when_the_run_asks_for_it(strategy, whole, ran):
     for rank in ran["whole layers"]:
@@ -150,7 +177,7 @@ def test_a_learner_keeps_layers_gathered_when_the_run_asks_for_it(strategy, whol
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("scenario", ["partitions", "deferred partitions"])
+@pytest.mark.parametrize("scenario", ["partitions", "deferred partitions", "divided partitions"])
 def test_gradient_is_the_same_for_any_partition_into_ranks_and_rounds(scenario, ran):
     expected = oracle_of(tied=True)
     for rank in ran[scenario]:
@@ -175,6 +202,13 @@ def test_deferral_gives_the_default_s_gradient(scenario, ran):
 def test_a_learner_defers_when_the_run_asks_for_it(ran):
     for reduced, result in ran["learner"]:
         assert not reduced
+        assert result.grad_norm == pytest.approx(norm_of(oracle_of(tied=True)), rel=F32)
+
+
+@pytest.mark.integration
+def test_a_learner_divides_its_optimizer_when_the_run_asks_for_it(ran):
+    for reduced, result in ran["learner that divides"]:
+        assert reduced
         assert result.grad_norm == pytest.approx(norm_of(oracle_of(tied=True)), rel=F32)
 
 
@@ -214,7 +248,7 @@ def test_compiled_layers_give_the_same_gradient(tmp_path):
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("scenario", ["skipped", "deferred skipped"])
+@pytest.mark.parametrize("scenario", ["skipped", "deferred skipped", "divided skipped"])
 def test_all_ranks_skip_together_when_one_is_not_finite_or_all_groups_were_dropped(scenario, ran):
     for number, rank in enumerate(ran[scenario]):
         first, second, third = rank["results"]
@@ -227,7 +261,7 @@ def test_all_ranks_skip_together_when_one_is_not_finite_or_all_groups_were_dropp
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("scenario", ["skipped", "deferred skipped"])
+@pytest.mark.parametrize("scenario", ["skipped", "deferred skipped", "divided skipped"])
 def test_nothing_of_a_skipped_step_is_left(scenario, ran):
     expected = oracle_of(tied=True)
     for rank in ran[scenario]:

@@ -39,6 +39,8 @@ def test_groups_that_do_not_hold_all_ranks_are_refused(shard_ranks, made):
         ({}, 0),
         ({"fsdp_sharding_strategy": "SHARD_GRAD_OP"}, 0),
         ({"fsdp_sharding_strategy": "HYBRID_SHARD"}, None),
+        ({"fsdp_sharding_strategy": "NO_SHARD"}, 1),
+        ({"fsdp_sharding_strategy": "ZERO1"}, 1),
         ({"fsdp_sharding_strategy": "HYBRID_SHARD", "fsdp_shard_ranks": 2}, 2),
     ],
 )

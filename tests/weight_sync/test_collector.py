@@ -56,7 +56,9 @@ def sharded(mesh, *, tied=True):
 
 
 def collect(collector, policy, batches):
-    return collector.collect(local_shards(policy), version=WeightsVersion(3, batches)).wait()
+    return collector.collect(
+        local_shards(policy, divided=True), version=WeightsVersion(3, batches)
+    ).wait()
 
 
 def attempt(call):
@@ -80,7 +82,7 @@ def all_of_it(rank, *, mesh_shape, tied):
     store.fails = rank == dist.get_world_size() - 1
     refused = attempt(lambda: collect(collector, policy, 2))
     store.fails = False
-    shards = local_shards(policy)
+    shards = local_shards(policy, divided=True)
     kept = shards[5][-1].clone() if shards[5].numel() else None
     if kept is not None and rank == 0:
         shards[5][-1] = float("inf")
@@ -93,7 +95,7 @@ def all_of_it(rank, *, mesh_shape, tied):
         num_own.append(len(collector._own))
     del snapshot
     patched = with_deltas(policy, shards, store)
-    collector.collect(local_shards(policy), version=WeightsVersion(3, 7)).wait()
+    collector.collect(local_shards(policy, divided=True), version=WeightsVersion(3, 7)).wait()
     num_own.append(len(collector._own))
     kept = {key: data for key, (data, _) in first[0].items()}
     return {
@@ -119,7 +121,8 @@ def with_deltas(policy, shards, store):
 
 
 @pytest.mark.parametrize(
-    ("mesh_shape", "tied"), [((1,), True), ((2,), False), ((3,), True), ((2, 2), True)]
+    ("mesh_shape", "tied"),
+    [((1,), True), ((2,), False), ((3,), True), ((2, 2), True), ((2, 1), True)],
 )
 def test_every_rank_stores_its_share_and_all_hear_of_a_failure(tmp_path, mesh_shape, tied):
     num_ranks = int(np.prod(mesh_shape))
@@ -135,16 +138,17 @@ def test_every_rank_stores_its_share_and_all_hear_of_a_failure(tmp_path, mesh_sh
     assert list(received) == list(main["expected"])
     for name, tensor in main["expected"].items():
         assert torch.equal(received[name], tensor.to(torch.bfloat16)), name
-    total, num_shards = sum(bucket.nbytes for bucket in data), mesh_shape[-1]
+    total = sum(bucket.nbytes for bucket in data)
+    num_shards = mesh_shape[-1] if mesh_shape[-1] > 1 else num_ranks  # else all hold the model
     assert total == 2 * sum(tensor.numel() for tensor in main["expected"].values())
     for number, rank in enumerate(found):
         stored = sum(each.nbytes for each in rank["held"].values())
         share = 1 / num_shards if number < num_shards else 0.0  # one replica alone
         assert stored / total == pytest.approx(share, rel=0.02)
-        if number == num_ranks - 1 and len(mesh_shape) == 2:
+        if number == num_ranks - 1 and num_shards < num_ranks:
             assert rank["refused"] == "", "it stores nothing, so that nothing can fail"
         else:
-            assert "did not take it" in rank["refused"] or len(mesh_shape) == 2
+            assert "did not take it" in rank["refused"] or num_shards < num_ranks
         assert f"{main['names'][5]!r} of version 3.3 is not" in rank["infinite"]
         assert rank["num_own"][-1] <= 2, "what rank 0 no longer has is let go of"
     check_deltas(found, num_shards)
