@@ -239,10 +239,7 @@ class Player(Watched):
 
     async def verify(self, request: GradingRequest) -> tuple[Verdict, ...]:
         """Every reward of a group is another one: all samples are trained."""
-        return tuple(
-            Verdict("scored", float(output.index), None, "played", "", 0.0)
-            for output in request.outputs
-        )
+        return tuple(Verdict.scored(output.index, adapter="played") for output in request.outputs)
 
     async def turn(self, number: int) -> int:
         """What an asker waits for."""

@@ -123,7 +123,7 @@ class Talk(Environment):
         return policy.episode()
 
     async def grade(self, question: Question, episodes: Any, services: Services) -> list[Verdict]:
-        return [Verdict("scored", float(n), None, "", "", 0.0) for n in range(len(episodes))]
+        return [Verdict.scored(n) for n in range(len(episodes))]
 
 
 class Cluster:

@@ -31,7 +31,7 @@ class LongTurns(Environment):
     async def grade(
         self, question: Question, episodes: Sequence[Episode], services: Services
     ) -> list[Verdict]:
-        return [Verdict("scored", float(n), None, "", "", 0.0) for n in range(len(episodes))]
+        return [Verdict.scored(n) for n in range(len(episodes))]
 
 
 def _tell(path: Path, turns: Sequence[tuple[float, float]]) -> None:

@@ -49,7 +49,7 @@ class SimulatedUser(Environment):
             said = "\n".join(f"Assistant: {turn.text}" for turn in episode.turns)
             asked = [{"role": "user", "content": GRADE.format(want=question.input, said=said)}]
             (points,) = await services.judge([self.judge], asked, form=score(0, 10))
-            graded.append(Verdict("scored", points / 10, None, "user", "", 0.0))
+            graded.append(Verdict.scored(points / 10, adapter="user"))
         return graded
 
 

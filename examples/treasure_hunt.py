@@ -89,7 +89,7 @@ class TreasureHunt(Environment):
             room, has_won = 1, False
             for turn in episode.turns:
                 room, _, has_won = house.after(turn.text, room)
-            graded.append(Verdict("scored", float(has_won), None, "treasure", "", 0.0))
+            graded.append(Verdict.scored(has_won, adapter="treasure"))
         return graded
 
 

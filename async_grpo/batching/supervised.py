@@ -31,8 +31,8 @@ from async_grpo.types import (
     tally,
 )
 
-DEMONSTRATION = Verdict("scored", 1.0, None, "sft", "", 0.0)
-NOT_GRADED = Verdict("scored", 0.0, None, "", "", 0.0)  # of given samples; nobody reads it
+DEMONSTRATION = Verdict.scored(1.0, adapter="sft")
+NOT_GRADED = Verdict.scored(0.0)  # of given samples; nobody reads it
 PairRound = list[tuple[Sample, ...]]  # a minibatch for each rank
 
 

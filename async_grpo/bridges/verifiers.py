@@ -86,7 +86,7 @@ def verdict_of(answer: Mapping[str, Any], *, is_full: bool, mistake: str = "") -
     """
     errors = answer.get("errors", ())
     if not errors:
-        return Verdict("scored", float(answer["reward"]), None, "verifiers", "", 0.0)
+        return Verdict.scored(answer["reward"], adapter="verifiers")
     kind, message = errors[-1]
     if is_full and kind in WITHOUT_ROOM:
         return Verdict("unscorable", 0.0, None, "verifiers", "no room for another turn", 0.0)

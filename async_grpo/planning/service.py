@@ -38,7 +38,7 @@ from async_grpo.planning.rates import (
 FIRST = types.WeightsVersion(0, 0)
 FOREVER_S = 1e9  # no simulated process times out, however slow
 LONG_S = 2_000.0  # of the run, after which pings become fewer
-SCORED = types.Verdict("scored", 1.0, None, "", "", 0.0)
+SCORED = types.Verdict.scored(1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -135,7 +135,7 @@ def _sample(
         index,
         Question(prompt, input="", answer=None, columns={}),
         Episode((Row(prompt, arrays["output_ids"][own], logprobs, arrays["loss_mask"][own], ()),)),
-        Verdict("scored", float(arrays["rewards"][number]), None, "", "", 0.0),
+        Verdict.scored(arrays["rewards"][number]),
         arrays["token_advantages"][own] if by_token else float(arrays["advantages"][number]),
         {name: arrays[SCORES + name][own] for name in names if arrays[HAS + name][number]},
         attempt=attempt,

@@ -197,6 +197,15 @@ class Verdict(Message):
     cause: FailureCause = ""
     place: str = ""  # of an exception: its type and the user's line
 
+    @classmethod
+    def scored(cls, reward: float, *, adapter: str = "") -> Verdict:
+        """The verdict of an output that earns `reward`; `adapter` names who graded, for people.
+
+        >>> Verdict.scored(1).status, Verdict.scored(1).reward
+        ('scored', 1.0)
+        """
+        return cls("scored", float(reward), None, adapter, "", 0.0)
+
     def without_texts(self) -> Verdict:
         """A copy without the texts for users."""
         return replace(self, reason="", place="") if self.reason or self.place else self

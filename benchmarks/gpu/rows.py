@@ -83,6 +83,6 @@ def _sample(length: int, *, vocabulary: int, ordinal: int, rng: np.random.Genera
         index=0,
         question=Question(ids[:num_prompt], "", None, {}),
         episode=Episode.of_turn(ids[:num_prompt], turn),
-        verdict=Verdict("scored", 1.0, None, "random", "", 0.0),
+        verdict=Verdict.scored(1.0, adapter="random"),
         advantage=float(rng.normal()),
     )

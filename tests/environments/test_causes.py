@@ -115,7 +115,7 @@ class Fails(Environment):
 
     async def grade(self, question, episodes, services):
         self.fail(2)
-        return [Verdict("scored", 0.5, None, "", "", 0.0) for _ in episodes]
+        return [Verdict.scored(0.5) for _ in episodes]
 
 
 OWN = (
@@ -157,7 +157,7 @@ def test_an_episode_that_the_model_has_ended_has_a_verdict_where_the_others_have
     class Own(Fails):
         async def play(self, *asked):
             episode = await super().play(*asked)
-            return module.replace(episode, verdict=Verdict("scored", 1.0, None, "", "", 0.0))
+            return module.replace(episode, verdict=Verdict.scored(1.0))
 
         grade = Environment.grade
 

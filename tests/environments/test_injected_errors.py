@@ -85,7 +85,7 @@ class Tried(Environment):
         for episode in episodes:
             asked = [{"role": "user", "content": str(reward_of(episode))}]
             (reward,) = await services.judge(["strict"], asked, form=score(0, 1))
-            verdicts.append(Verdict("scored", reward, None, "strict", "", 0.0))
+            verdicts.append(Verdict.scored(reward, adapter="strict"))
         return verdicts
 
 

@@ -46,7 +46,7 @@ class Judged(TwoTurns):
         for _ in episodes:
             said = await services.judge(self.names, QUESTION, form=choice("good", "bad"))
             reward = sum(verdict == "good" for verdict in said) / len(said)
-            graded.append(Verdict("scored", reward, None, "judge", "", 0.0))
+            graded.append(Verdict.scored(reward, adapter="judge"))
         return graded
 
 

@@ -40,7 +40,7 @@ class Story(Environment):
         return policy.episode()
 
     async def grade(self, question, episodes, services):
-        return [Verdict("scored", 0.7**n, None, "n", "", 0.0) for n in range(len(episodes))]
+        return [Verdict.scored(0.7**n, adapter="n") for n in range(len(episodes))]
 
 
 def sampled_group(learner, ordinal=0):

@@ -76,7 +76,7 @@ class Rewarded(SingleTurn):
 
     async def grade(self, question, episodes, services):
         rewards = [await services["index"]({"text": e.turns[-1].text}) for e in episodes]
-        return [Verdict("scored", float(reward), None, "index", "", 0.0) for reward in rewards]
+        return [Verdict.scored(reward, adapter="index") for reward in rewards]
 
 
 class Graded(Asked):
@@ -84,7 +84,7 @@ class Graded(Asked):
 
     async def __call__(self, role, method, request, **where):
         if role == VERIFIER:
-            return (Verdict("scored", 1.0, None, "mine", "", 0.0),) * len(request.outputs)
+            return (Verdict.scored(1.0, adapter="mine"),) * len(request.outputs)
         return await super().__call__(role, method, request, **where)
 
 

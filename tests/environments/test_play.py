@@ -121,8 +121,8 @@ def test_an_environment_may_say_which_part_has_failed():
             [Verdict("good", 0.5, None, "", "", 0.0)],
             "a verdict must be a Verdict of",
         ),
-        ([Verdict("scored", float("nan"), None, "", "", 0.0)], "a reward must be finite, got nan"),
-        ([Verdict("scored", 0.5, None, "", "", 0.0)] * 2, "must return 1 verdicts"),
+        ([Verdict.scored(float("nan"))], "a reward must be finite, got nan"),
+        ([Verdict.scored(0.5)] * 2, "must return 1 verdicts"),
     ],
 )
 def test_a_group_that_cannot_be_graded_fails_as_the_judge_s(verdicts, said):
@@ -366,7 +366,7 @@ def test_a_group_is_graded_once_when_all_its_episodes_have_ended(tmp_path):
         async def grade(self, question, episodes, services):
             graded.append(len(episodes))
             ranks = range(len(episodes))
-            return [Verdict("scored", float(rank), None, "rank", "", 0.0) for rank in ranks]
+            return [Verdict.scored(rank, adapter="rank") for rank in ranks]
 
     played = asyncio.run(play(Ranked(), Scripted([20], [20], [20], [20])))
     assert graded == [4]

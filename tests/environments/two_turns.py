@@ -27,7 +27,7 @@ class TwoTurns(Environment):
     async def grade(self, question, episodes, services):
         guesses = [int(episode.turns[-1].token_ids[-1]) for episode in episodes]
         errors = [abs(guess - int(question.answer)) for guess in guesses]
-        return [Verdict("scored", 1 - error / 64, None, "distance", "", 0.0) for error in errors]
+        return [Verdict.scored(1 - error / 64, adapter="distance") for error in errors]
 
 
 class Forgetful(TwoTurns):

@@ -48,7 +48,7 @@ class ToolUser(Environment):
             total = sum(int(turn.token_ids.sum()) for turn in episode.turns)
             asked = [{"role": "user", "content": str(total)}]
             (reward,) = await services.judge(["strict"], asked, form=score(0, 10**6))
-            verdicts.append(Verdict("scored", reward, None, "strict", "", 0.0))
+            verdicts.append(Verdict.scored(reward, adapter="strict"))
         return verdicts
 
 

@@ -66,7 +66,7 @@ class Graded:
         self.play = self._environment.play
 
     async def grade(self, question, episodes, services):
-        return [Verdict("scored", 1.0, None, "", "", 0.0) for _ in episodes]
+        return [Verdict.scored(1.0) for _ in episodes]
 
 
 def test_a_conversation_of_an_agent_is_one_row_of_what_was_sampled(played):

@@ -116,7 +116,7 @@ def group(story, plan, ordinal):
             index,
             question,
             episode,
-            Verdict("scored", told.rewards[index], None, "story", "", 0.0),
+            Verdict.scored(told.rewards[index], adapter="story"),
             float(advantages[index]),
             {REFERENCE: told.references[index]},
             attempt=attempt,

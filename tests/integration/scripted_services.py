@@ -141,10 +141,10 @@ class ScriptedWorker:
         requests = getattr(request, "outputs", request)
         await self._pause()
         told = self._told([request.completion.token_ids for request in requests])
-        return tuple(Verdict("scored", reward, None, "story", "", 0.0) for reward, _ in told)
+        return tuple(Verdict.scored(reward, adapter="story") for reward, _ in told)
 
     async def try_out(self, request):
-        return (Verdict("scored", 1.0, None, "story", "", 0.0),)
+        return (Verdict.scored(1.0, adapter="story"),)
 
     async def logprobs(self, request):
         await self._pause()

@@ -107,7 +107,7 @@ def test_a_teacher_of_whom_nothing_is_kept_writes_nothing_and_says_why(config_of
 
 
 def verdict(reward):
-    return written_pairs.Verdict("scored", reward, None, "scripted", "", 0.0)
+    return written_pairs.Verdict.scored(reward, adapter="scripted")
 
 
 def test_a_prompt_without_room_for_its_answer_is_refused_with_its_line(config_of):

@@ -123,7 +123,7 @@ def sample_of_rows(
         index=0,
         question=Question(rows[0].prompt_token_ids, "", None, {}),
         episode=Episode(tuple(rows), tuple(turns)),
-        verdict=Verdict("scored", 1.0, None, "test", "", 0.0),
+        verdict=Verdict.scored(1.0, adapter="test"),
         advantage=advantage,
         scores={} if reference is None else {"reference": np.array(reference, dtype=np.float32)},
     )

@@ -41,7 +41,7 @@ class Asked(ToolEnvironment):
         self.tools = (add,)
 
     async def grade(self, question, episodes, services):
-        return [Verdict("scored", 1.0, None, "", "", 0.0)] * len(episodes)
+        return [Verdict.scored(1.0)] * len(episodes)
 
 
 def played(family, environment, *texts):
