@@ -43,7 +43,7 @@ class ScoreNeed:
     The role `roles.TEACHER` is that of the teacher to which `--teacher-for` routes the sample.
     """
 
-    role: str  # of the workers that compute them
+    role: str  # of the workers that compute them: `reference`, `teacher:NAME`
     num_columns: int = 0  # of each token; 0: the log-probability of the token itself
     before_advantages: bool = False  # rewards or advantages of every sample are computed of them
     of_given: bool = False  # also for given pairs, which have zeros otherwise

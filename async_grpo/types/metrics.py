@@ -21,13 +21,13 @@ Window = Literal["step", "run"]
 class Metric:
     """`name` = `numerator` / `denominator` over `window`; without a denominator, the numerator."""
 
-    name: str
-    numerator: str
-    denominator: str
-    unit: Unit
+    name: str  # its key in `training_metrics.jsonl`
+    numerator: str  # a key of `LossSums.sums`, or a sum of every run such as `num_samples`
+    denominator: str  # likewise, such as `trained_tokens`; empty: the numerator itself
+    unit: Unit  # any other one is refused
     label: str  # of a plot's axis, without the unit
-    meaning: str
-    window: Window = "step"
+    meaning: str  # a sentence
+    window: Window = "step"  # run: of what only grows
 
     def __post_init__(self) -> None:
         if self.unit not in UNITS:

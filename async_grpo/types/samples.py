@@ -27,11 +27,11 @@ RowKey = tuple[int, int, int, int]  # of a sequence: ordinal, attempt, index in 
 class Question(Message):
     """One line of the user's data, tokenised."""
 
-    input_token_ids: NDArray[np.int32]  # [P]
-    input: str
-    answer: str | None
+    input_token_ids: NDArray[np.int32]  # [P] as the model reads it, with its chat template
+    input: str  # the prompt's text; of `messages` the content of the last one
+    answer: str | None  # the expected one; None where the line has none
     columns: Mapping[str, Any]  # every column of the user's line, untouched
-    dataset_type: str = ""  # chooses environment, rewards and teacher
+    dataset_type: str = ""  # of its file or line; chooses environment, rewards and teacher
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,10 +70,11 @@ class SamplingContract(Message):
 class Turn(Message):
     """One sampled output, as the engine reported it."""
 
-    token_ids: NDArray[np.int32]  # [L]
+    token_ids: NDArray[np.int32]  # [L] as sampled, with the token that ended it
     logprobs: NDArray[np.float32]  # [L] behaviour log-probability, at the sampling temperature
-    weights_versions: tuple[VersionSpan, ...]  # covers [0, L)
-    finish_reason: FinishReason
+    # Which weights sampled which tokens: spans of `version`, `start`, `stop` that cover [0, L).
+    weights_versions: tuple[VersionSpan, ...]
+    finish_reason: FinishReason  # max_tokens: at a shorter longest output than the run's
     text: str  # decoded for verifiers and users, without special tokens
     worker_id: str = ""  # of the worker that has its prefix cached
 
@@ -95,9 +96,9 @@ class Row(Message):
     """One sequence to train: a prompt, then tokens of which some were sampled."""
 
     prompt_token_ids: NDArray[np.int32]  # [P]
-    token_ids: NDArray[np.int32]  # [L]
-    logprobs: NDArray[np.float32] | None  # [L] behaviour; None: all tokens were given
-    loss_mask: NDArray[np.bool_]  # [L] False: read by the model, not trained
+    token_ids: NDArray[np.int32]  # [L] all that follows: sampled, or read between turns
+    logprobs: NDArray[np.float32] | None  # [L] behaviour, 0 where read; None: all were given
+    loss_mask: NDArray[np.bool_]  # [L] False: not trained, as what the model only read
     weights_versions: tuple[VersionSpan, ...]  # of tokens first sampled in this row, in [0, L)
 
     @property
@@ -120,7 +121,7 @@ class Row(Message):
 class Episode(Message):
     """The turns and rows of one answer to a question: one row unless its history was rewritten."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[Row, ...]  # sequences to train: one, unless the history was rewritten
     turns: tuple[Turn, ...] = ()  # in order; empty where the output was given
     is_cut: bool = False  # it ended because another turn would not have fit
     given_text: str = ""  # of an output that was given, for users
@@ -188,13 +189,13 @@ class Verdict(Message):
     itself, or was `lost` to a kill from outside.
     """
 
-    status: VerdictStatus
-    reward: float
-    format_reward: float | None
-    adapter: str  # whose reward counts
+    status: VerdictStatus  # unscorable: a bad answer; error: nobody could grade, its group goes
+    reward: float  # a finite number
+    format_reward: float | None  # for the metric of that name; None: there is none
+    adapter: str  # whose reward counts, a name for people
     reason: str  # empty when scored
-    seconds: float
-    cause: FailureCause = ""
+    seconds: float  # that grading took; 0: not measured
+    cause: FailureCause = ""  # of an error or an overrun
     place: str = ""  # of an exception: its type and the user's line
 
     @classmethod
@@ -230,17 +231,17 @@ class Sample(Message):
     Arrays of [L] follow the output tokens of all its rows, end to end.
     """
 
-    ordinal: int
+    ordinal: int  # of its slot in the run
     index: int  # within its group
-    question: Question
-    episode: Episode
-    verdict: Verdict
+    question: Question  # see above
+    episode: Episode  # see above
+    verdict: Verdict  # see above
     advantage: float | NDArray[np.float32]  # of all its tokens, or of each [L]
     # Scores of its tokens by other models, {role: [L] or [L, K]}.
     scores: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     tickets: tuple[Ticket, ...] = ()  # one a row: payloads that the training rank fetches
-    overlong_penalty: float = 0.0  # taken from the reward: see algorithms/grpo.py
-    kl_penalty: float = 0.0
+    overlong_penalty: float = 0.0  # taken from the reward by `finish_group`
+    kl_penalty: float = 0.0  # likewise
     attempt: int = 0  # questions that its slot had drawn before this one
     contributes: bool = True  # False: its gradient is exactly 0; it is counted and not trained
     row: int = 0  # index of the first row that is here: see `parts`
@@ -318,9 +319,9 @@ def without_texts(samples: Sequence[Sample]) -> tuple[Sample, ...]:
 class Group:
     """All outputs of one question at one attempt; or of as many given pairs."""
 
-    ordinal: int
+    ordinal: int  # of its slot in the run
     attempt: int  # questions that the slot had drawn before this one
-    samples: tuple[Sample, ...]
+    samples: tuple[Sample, ...]  # of one question, or given pairs
     is_replaced: bool = False  # its slot draws another question; these are not trained
 
     @property

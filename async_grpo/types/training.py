@@ -185,13 +185,13 @@ class PackedMinibatch:
     input_ids: torch.Tensor  # [T] int64
     position_ids: torch.Tensor  # [T] int64, of each token in its sequence
     cu_seqlens: torch.Tensor  # [S+1] int32, in [0, U]
-    max_seqlen: int
-    logit_positions: torch.Tensor  # [N] int64, in [0, T)
-    target_ids: torch.Tensor  # [N] int64
-    sample_index: torch.Tensor  # [N] int64, in [0, S)
+    max_seqlen: int  # tokens of the longest sequence
+    logit_positions: torch.Tensor  # [N] int64, in [0, T), where tokens are predicted
+    target_ids: torch.Tensor  # [N] int64, the tokens
+    sample_index: torch.Tensor  # [N] int64, in [0, S), which packed row a token is of
     weights: torch.Tensor  # [N] float32, w_i of the aggregation; 0 in a filler
     advantages: torch.Tensor  # [N] float32
-    behaviour_logprobs: torch.Tensor  # [N] float32
+    behaviour_logprobs: torch.Tensor  # [N] float32, of the engine
     scores: Mapping[str, torch.Tensor]  # [N] or [N, K], as `Sample.scores`; ids are int64
     num_rows: int  # S, but 0 for a filler
     num_samples: int  # whose first row is here

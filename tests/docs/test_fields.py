@@ -1,22 +1,14 @@
-"""docs/fields.md names every field that user code sees, and none that is not there."""
+"""docs/fields.md is what the types say, and they say something of every field."""
 
 import re
+import runpy
 from dataclasses import fields, is_dataclass
 
 import pytest
 from pages import ROOT
 
-from async_grpo.algorithms.base import LossSums, ScoreNeed
-from async_grpo.environments.base import Policy, Services
-from async_grpo.model.logprobs import TokenLogprobs
-from async_grpo.types import Episode, Group, PackedMinibatch, Question, Row, Sample, Turn, Verdict
-from async_grpo.types.metrics import UNITS, Metric
-
-SEEN = (
-    Question, Turn, Episode, Row, Verdict, Policy, Services, Group, Sample, PackedMinibatch,
-    TokenLogprobs, LossSums, Metric, ScoreNeed,
-)  # fmt: skip
-PAGE = (ROOT / "docs/fields.md").read_text()
+TOOL = runpy.run_path(str(ROOT / "tools/fields_page.py"))
+PAGE = TOOL["PAGE"].read_text(encoding="utf-8")
 SECTIONS = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", PAGE, re.DOTALL | re.MULTILINE))
 
 
@@ -26,18 +18,19 @@ def public(cls):
     return {*named, *(name for name in vars(cls) if not name.startswith("_"))}
 
 
-def test_the_page_is_of_the_classes_that_user_code_sees():
-    assert [*SECTIONS] == [cls.__name__ for cls in SEEN]
+def test_the_page_is_what_the_types_say():
+    assert TOOL["rewritten"](PAGE) == PAGE, "run python tools/fields_page.py"
 
 
-@pytest.mark.parametrize("cls", SEEN, ids=lambda cls: cls.__name__)
-def test_every_field_has_its_line_and_no_line_is_of_another(cls):
-    cells = re.findall(r"^\| (`.*?) \|", SECTIONS[cls.__name__], re.MULTILINE)
-    told = [name for cell in cells for name in re.findall(r"`(\w+)`", cell)]
-    assert len(told) == len({*told})
-    assert {*told} == public(cls)
+@pytest.mark.parametrize("cls", TOOL["SEEN"], ids=lambda cls: cls.__name__)
+def test_every_field_has_one_line_with_its_type_and_what_it_is(cls):
+    rows = re.findall(
+        r"^\| `(?:await )?(\w+).*?` \| `.+?` \| (.*) \|$", SECTIONS[cls.__name__], re.MULTILINE
+    )
+    assert sorted({name for name, _ in rows} - {"services"}) == sorted(public(cls))
+    assert len({name for name, _ in rows}) == len(rows)
+    assert [name for name, what in rows if not what] == []
 
 
-def test_the_units_of_a_metric_are_those_that_it_takes():
-    (line,) = (line for line in SECTIONS["Metric"].splitlines() if line.startswith("| `unit`"))
-    assert {*re.findall(r"`([^`]+)`", line)} == {"unit", *UNITS} - {""}
+def test_the_units_of_a_metric_are_listed():
+    assert '"nats", "1/s"` |' in SECTIONS["Metric"]
