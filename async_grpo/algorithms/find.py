@@ -49,7 +49,7 @@ def find_algorithm(config: TrainConfig, code: UserCode | None = None) -> Algorit
             )  # fmt: skip
     if config.places.gateway and (found.learns_from_pairs or not config.asks_questions):
         raise config.refusal("gateway", "needs a run that samples outputs", "leave it out")
-    return found(config)
+    return code.make(found, config) if code else found(config)
 
 
 def _shipped(config: TrainConfig) -> type[Algorithm]:

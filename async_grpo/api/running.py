@@ -27,6 +27,7 @@ from async_grpo.cli.run_file import (
     MAY_REPEAT,
     TRUST,
     as_toml,
+    as_typed,
     here_or_shared,
     read_tables,
     values_in,
@@ -94,7 +95,7 @@ def plan_run(
     """
     rewards, trusted = None, bool(options.pop("trust", False))
     with tempfile.TemporaryDirectory(prefix="async-grpo-") as folder, _as_config_error(folder):
-        file, given = Path(folder, "config"), plain(options)
+        file, given = Path(folder, "config"), as_typed(plain(options))
         tables = tables_of(config)
         first = read_run(**_launch_options(file, tables, given))
         of_file = os.fspath(config) if isinstance(config, str | os.PathLike) else ""
@@ -312,6 +313,8 @@ def plain(table: Mapping[str, object]) -> dict[str, object]:
 def _plain_value(value: object) -> object:
     if isinstance(value, os.PathLike):
         return os.fspath(value)
+    if isinstance(value, Mapping):
+        return plain(value)
     if isinstance(value, list | tuple):
         return [_plain_value(each) for each in value]
     return value.item() if hasattr(value, "item") else value

@@ -66,7 +66,7 @@ def _told(config: TrainConfig, code: UserCode) -> Told:
             f"{code.name} is imported in bubblewrap's confinement alone, which fails here ({why}): "
             "read the file, then give --trust"
         )
-    asked = {"config": config.options(), "name": code.name, "text": code.text}
+    asked = {"config": config.options(), "code": [code.name, code.text, code.arguments]}
     try:
         done = subprocess.run(
             confinement.server_command(isolation, module=MODULE),
@@ -95,7 +95,7 @@ def main() -> None:
     os.dup2(2, 1)
     try:
         config = TrainConfig(**asked["config"])
-        found = find.find_algorithm(config, UserCode(asked["name"], asked["text"]))
+        found = find.find_algorithm(config, UserCode(*asked["code"]))
         needs = [{name: getattr(need, name) for name in NEED} for need in found.needs]
         told = {
             "needs": needs,

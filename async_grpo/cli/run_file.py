@@ -44,6 +44,7 @@ import click
 from async_grpo.config.data_files import as_text
 from async_grpo.config.option import option_fields, split_text
 from async_grpo.util.errors import ConfigError
+from async_grpo.util.user_code import as_name
 
 OF_TRL = {  # TRL's name of an option: ours, which is spelled differently
     "num_generations": "samples_per_question", "generation_batch_size": "batch_size",
@@ -65,6 +66,7 @@ Table = Mapping[str, Any]  # of a run's file
 
 PACKAGE = Path(__file__).parents[1]
 PATH = re.compile(r"(?<![\w./-])(?:examples|sample-data)(?:/[\w.-]+)+")
+NAMES = ("algorithm", "environment", "mode", "reward_fns", "rewards")  # which may have arguments
 COMMANDS = ("prepare", "environment")  # keys whose values are words of a shell
 TRUST = "--trust"
 trust_option = click.option(
@@ -93,7 +95,10 @@ def read_tables(file: str) -> tuple[Table, dict[str, list[Table]]]:
             raise click.UsageError(
                 f"{file}: [{name}] must stand once, got {len(tables)}: only {repeating} may repeat"
             )
-        found[name] = [_with_typed_columns(table) for table in tables]
+        try:
+            found[name] = [as_typed(table) for table in tables]
+        except ConfigError as error:
+            raise click.UsageError(f"{file}: {error}") from None
     for option, key in OF_TRAIN.items():
         if tables := found.pop(option, []):
             train = found.setdefault("train", [{}])[0]
@@ -113,12 +118,18 @@ def read_tables(file: str) -> tuple[Table, dict[str, list[Table]]]:
     return shared, {name: [{**shared, **each} for each in found[name]] for name in found}
 
 
-def _with_typed_columns(table: Table) -> Table:
-    """Write `columns = {level = "int"}` as it is typed, `level=int`; keep other tables."""
-    types = table.get("columns")
-    if not isinstance(types, dict):
-        return table
-    return {**table, "columns": ",".join(f"{name}={kind}" for name, kind in types.items())}
+def as_typed(table: Table) -> Table:
+    """The table with values that are tables themselves as one types them.
+
+    >>> as_typed({"columns": {"level": "int"}, "environment": {"path": "my.py:Guess", "size": 4}})
+    {'columns': 'level=int', 'environment': 'my.py:Guess(size=4)'}
+    """
+    found = {key: as_name(value) if key in NAMES else value for key, value in table.items()}
+    if isinstance(types := found.get("columns"), dict):
+        found["columns"] = ",".join(f"{name}={kind}" for name, kind in types.items())
+    if isinstance(rewards := found.get("reward_fns"), list):
+        found["reward_fns"] = ",".join(map(str, rewards))
+    return found
 
 
 def table_of(
@@ -242,6 +253,9 @@ def values_in(config: Any) -> dict[str, object]:
 def _literal(value: object) -> str:
     if isinstance(value, list):
         return f"[{', '.join(map(_literal, value))}]"
+    if isinstance(value, Mapping):
+        pairs = (f"{_literal(key)} = {_literal(each)}" for key, each in value.items())
+        return f"{{{', '.join(pairs)}}}"
     if isinstance(value, str):  # JSON's escapes are TOML's, but for one character
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     return json.dumps(value) if isinstance(value, bool) else repr(value)

@@ -117,7 +117,7 @@ class Entry:
 
     def listed(self, key: str) -> tuple[str, ...]:
         """The values of a key that takes several, joined by +."""
-        return tuple(filter(None, self.given.get(key, "").split(BETWEEN_REWARDS)))
+        return tuple(split_text(self.given.get(key, ""), BETWEEN_REWARDS))
 
 
 def parse_entry(
@@ -225,8 +225,9 @@ class DataOptions(Options):
     """seed of the endless permutation of the questions"""
     environment: str = option("single_turn", change=Change.FIXED)
     """how questions are played: single_turn, or on workers of --mode environment: your own,
-    package.module:Name, path/to/file.py:Name; an agent of OpenAI's protocol, agent:COMMAND; a
-    taskset of verifiers, "verifiers:PYTHON TASKSET"; or an OpenEnv server, openenv:URL"""
+    package.module:Name, path/to/file.py:Name, file.py:Name(size=4); an agent of OpenAI's protocol,
+    agent:COMMAND; a taskset of verifiers, "verifiers:PYTHON TASKSET"; or an OpenEnv server,
+    openenv:URL"""
     judges: str = option("", change=Change.FIXED)
     """comma-separated names of the judges that environments ask: workers of --mode judge"""
     renderer: str = option("auto", change=Change.FIXED)

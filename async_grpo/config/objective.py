@@ -34,7 +34,7 @@ class ObjectiveOptions(Options):
         "grpo", aliases=("objective",), change=Change.FIXED, group="The run and its data"
     )
     """grpo, sft on prompt and completion pairs or on plain text, or your own: package.module:Name,
-    path/to/file.py:Name"""
+    path/to/file.py:Name, file.py:Name(size=4)"""
 
     preset: str = option("", choices=("", *PRESET_NAMES), group="What is optimised (grpo)")
     """a published objective; options given beside it win"""

@@ -70,12 +70,12 @@ class Several:
 
 
 def split_text(text: str, between: str) -> list[str]:
-    """Split a string at separators outside quotes.
+    """Split a string at separators outside quotes and parentheses.
 
     >>> split_text("a=b,environment=agent:python agent.py '1,2',c=d", ",")
     ['a=b', "environment=agent:python agent.py '1,2'", 'c=d']
     """
-    return re.findall(rf"(?:{QUOTED}|[^{between}])+", text)
+    return re.findall(rf"(?:\((?:{QUOTED}|[^()'\"])*\)|{QUOTED}|[^{between}])+", text)
 
 
 def option(
@@ -172,10 +172,10 @@ def flag(name: str) -> str:
 def names_in(text: str) -> tuple[str, ...]:
     """Split the value of an option that takes comma-separated names.
 
-    >>> names_in("countdown, mathd,")
-    ('countdown', 'mathd')
+    >>> names_in("countdown, my.py:near(by=2, to=['a, b']),")
+    ('countdown', "my.py:near(by=2, to=['a, b'])")
     """
-    return tuple(name.strip() for name in text.split(",") if name.strip())
+    return tuple(name.strip() for name in split_text(text, ",") if name.strip())
 
 
 def require(condition: bool, name: str, rule: str, value: object, remedy: str) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from async_grpo.util.errors import ConfigError
-from async_grpo.util.user_code import UserCode
+from async_grpo.util.user_code import UserCode, split_arguments
 
 GENERATION = "generation"
 REFERENCE = "reference"
@@ -87,7 +87,7 @@ def name_of_class(mode: str) -> str:
     ('bm25_index', 'http_search')
     """
     between = r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])"
-    return re.sub(between, "_", mode.rpartition(":")[2]).lower()
+    return re.sub(between, "_", split_arguments(mode)[0].rpartition(":")[2]).lower()
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +110,7 @@ class ServiceTerms:
 @functools.cache
 def _terms(code: UserCode) -> ServiceTerms:
     code.check_defined()
+    code.check_arguments()
     capacity = _number(code, "capacity", least=1, what="requests a worker answers at a time")
     devices = _number(code, "devices", least=0, what="devices a worker takes", default=0)
     if not code.awaits("answer"):

@@ -35,6 +35,7 @@ from async_grpo.config.roles import (
 )
 from async_grpo.util.deadlines import LEASE_S
 from async_grpo.util.errors import ConfigError
+from async_grpo.util.user_code import UserCode, split_arguments, text_of
 
 DEFAULT_MAX_NUM_SEQS = 64
 WITH_MODEL = (GENERATION, LOGPROB, TEACHER, JUDGE)
@@ -99,7 +100,8 @@ class WorkerConfig(Options):
     """workers to start on this node"""
     reward_fns: str = option("math_verify")
     """(generation, verifier) comma-separated reward adapters, the best verdict counts: names of the
-    registry, package.module:function, or path/to/file.py:function; empty: no verifier"""
+    registry, package.module:function, or path/to/file.py:function, file.py:function(by=2);
+    empty: no verifier"""
     temperature: float = option(0.0)
     """serve only this sampling temperature; 0: the trainer's"""
     model_revision: str = option("", none="")
@@ -192,6 +194,8 @@ class WorkerConfig(Options):
                 "must name at least one adapter",
                 "for example --reward-fns countdown",
             )
+        for name in self.reward_names:
+            check_reward(name)
         if self.kind != SERVICE and bool(self.name) != (self.mode in (TEACHER, JUDGE)):
             raise self.refusal(
                 "name",
@@ -298,6 +302,20 @@ class WorkerConfig(Options):
     def reward_names(self) -> tuple[str, ...]:
         """The adapters that grade every sample."""
         return names_in(self.reward_fns)
+
+
+def check_reward(name: str) -> None:
+    """Raise `ConfigError` for arguments that a reward does not take, judged by its text.
+
+    A file that is not found is left to whoever loads it.
+    """
+    called, arguments = split_arguments(name)
+    place, colon, _ = called.rpartition(":")
+    try:
+        text = text_of(place) if colon else ""
+    except (OSError, SyntaxError, ImportError, ValueError):
+        return
+    UserCode(called, text, arguments).check_arguments(num_given=1)
 
 
 def check_services(workers: Iterable[WorkerConfig]) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from async_grpo.environments.base import Environment, SingleTurn
 from async_grpo.util.add_ons import add_on
 from async_grpo.util.errors import ConfigError
-from async_grpo.util.user_code import UserCode, hash_imported, text_of
+from async_grpo.util.user_code import UserCode, hash_imported, split_arguments, text_of
 
 SHIPPED = {"single_turn": SingleTurn}
 AGENT, VERIFIERS, OPENENV = "agent:", "verifiers:", "openenv:"
@@ -35,7 +35,9 @@ def users_environment(name: str, *, option: str = "--environment") -> UserCode |
         return None
     if prefix := _prefix(name):
         return _hosted(name, prefix)
-    return UserCode.read(name, option=option, shipped=(*SHIPPED, *HOSTED))
+    code = UserCode.read(name, option=option, shipped=(*SHIPPED, *HOSTED))
+    code.check_arguments()
+    return code
 
 
 def hash_files(code: UserCode, *, what: str) -> dict[str, str]:
@@ -80,7 +82,9 @@ def make_environment(code: UserCode) -> Environment:
         return add_on(f"environment.{prefix[:-1]}")(_words(code.name))
     environment = code.load(Environment)
     try:
-        return environment()
+        return code.make(environment)
+    except ConfigError:
+        raise
     except Exception as error:  # the user's code may raise anything
         line = code.line_in(traceback.extract_tb(error.__traceback__))
         raise ConfigError(
@@ -98,6 +102,11 @@ def _hosted(name: str, prefix: str) -> UserCode:
 
     Raises `ConfigError` if there are no words, or a file cannot be read on this machine.
     """
+    if arguments := split_arguments(name)[1]:
+        raise ConfigError(
+            f"--environment {prefix} must be followed by words, got the arguments ({arguments}) "
+            "too: write them as words of its command"
+        )
     try:
         words = [os.path.abspath(word) if os.path.isfile(word) else word for word in _words(name)]
         texts = [text_of(word) for word in words if word.endswith(".py")]

@@ -34,7 +34,7 @@ from async_grpo.util.user_code import UserCode
 class Service:
     """Derive, set `capacity`, and write `answer`: one object answers all requests of a worker.
 
-    The worker makes it without arguments in its process, where it loads what it needs.
+    The worker makes it in its process, where it loads what it needs.
     """
 
     capacity: int  # requests that a worker answers at a time
@@ -134,4 +134,4 @@ class ServiceWorker:
 
 def make_service(code: UserCode) -> Service:
     """Import the class and make its object; called in processes of its workers only."""
-    return code.load(Service)()
+    return code.make(code.load(Service))

@@ -1,24 +1,28 @@
 """A class in a file of the user: named by an option, read once, run where it is needed.
 
 Reading does not run it. Its text travels with its hash: a file is run from this text on every
-machine; a module must be installed there with the same text.
+machine; a module must be installed there with the same text. Arguments stand behind its name, as in
+a call, and are checked by the text: `path/to/file.py:Name(size=4)`.
 """
 
 from __future__ import annotations
 
 import ast
 import contextlib
+import difflib
 import functools
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import linecache
+import math
 import os
 import re
 import sys
 import tokenize
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib.machinery import ModuleSpec
 from modulefinder import ModuleFinder
 from pathlib import Path
@@ -31,6 +35,59 @@ from async_grpo.util.errors import ConfigError
 T = TypeVar("T")
 INSTALLED = ("site-packages", "dist-packages")
 PY_SOURCE = 1  # as `ModuleFinder` knows the kinds of modules
+CALL = re.compile(r"(.+?:\w+)\((.*)\)", re.DOTALL)
+NO_TEXT = re.compile(r"""['"\\\x00-\x1f\x7f]""")  # what would end a quoted text, or a line
+EMPTY = inspect.Parameter.empty
+ANY_NAME = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+KINDS: dict[object, tuple[type, ...]] = {  # annotations that say what an argument must be
+    "int": (int,), "float": (int, float), "str": (str,), "bool": (bool,), "list": (list,),
+}  # fmt: skip
+
+
+def as_name(value: object) -> object:
+    """`{path = "...", size = 4}` of a run's file as it is typed; other values as they are.
+
+    >>> as_name({"path": "my.py:Guess", "size": 4, "words": ["it's"]})
+    "my.py:Guess(size=4, words=['it\\\\x27s'])"
+    """
+    if isinstance(value, list):
+        return [as_name(each) for each in value]
+    if not isinstance(value, Mapping):
+        return value
+    given = dict(value)
+    path = given.pop("path", None)
+    if not isinstance(path, str):
+        remedy = 'write {path = "path/to/file.py:Name", size = 4}'
+        raise ConfigError(f"a table of arguments must have a path, got {value!r}: {remedy}")
+    written = ", ".join(f"{key}={_written(key, given[key])}" for key in sorted(given))
+    return f"{path}({written})" if given else path
+
+
+def _written(key: str, value: object) -> str:
+    """A value as Python has it; texts so that each quote in it begins or ends one."""
+    if isinstance(value, str):
+        return "'" + NO_TEXT.sub(lambda found: f"\\x{ord(found[0]):02x}", value) + "'"
+    if isinstance(value, list):
+        return f"[{', '.join(_written(key, each) for each in value)}]"
+    if isinstance(value, Mapping):
+        pairs = (f"{_written(key, name)}: {_written(key, each)}" for name, each in value.items())
+        return f"{{{', '.join(pairs)}}}"
+    if isinstance(value, int) or (isinstance(value, float) and math.isfinite(value)):
+        return repr(value)
+    raise ConfigError(
+        f"the argument {key} must be a number, a text, true, false, or a list or table of these, "
+        f"got {value!r}: write it as one"
+    )
+
+
+def split_arguments(name: str) -> tuple[str, str]:
+    """The name of a class or function, and the arguments behind it.
+
+    >>> split_arguments("my.py:Guess(size=4)"), split_arguments("my.py:Guess")
+    (('my.py:Guess', 'size=4'), ('my.py:Guess', ''))
+    """
+    found = CALL.fullmatch(name)
+    return (found[1], found[2]) if found else (name, "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,16 +96,18 @@ class UserCode:
 
     name: str  # package.module:Name, or /whole/path/to/file.py:Name
     text: str  # of the file that holds it
+    arguments: str = ""  # with which its class is made: "size=4"
 
     @classmethod
     def read(cls, name: str, *, option: str, shipped: Iterable[str]) -> UserCode:
         """The text that `option` names; raises `ConfigError` where there is none."""
-        place, _, attribute = name.rpartition(":")
+        called, arguments = split_arguments(name)
+        place, _, attribute = called.rpartition(":")
         try:
             if not place or not attribute:
                 raise ImportError("there is none of that name")
             place = os.path.abspath(place) if place.endswith(".py") else place
-            return cls(f"{place}:{attribute}", text_of(place))
+            return cls(f"{place}:{attribute}", text_of(place), arguments)
         except (OSError, SyntaxError, ImportError, ValueError) as error:
             raise ConfigError(
                 f"{option} must be {', '.join(shipped)}, package.module:Name or "
@@ -57,7 +116,8 @@ class UserCode:
 
     @property
     def sha256(self) -> str:
-        return hashlib.sha256(self.text.encode()).hexdigest()
+        """Of its text, and of its arguments where it has some."""
+        return hash_text(self.text, self.arguments)
 
     @property
     def place(self) -> str:
@@ -67,6 +127,83 @@ class UserCode:
     def hashes(self, what: str) -> dict[str, str]:
         """{name: sha256} of its text, called `what`, and of the modules that it imports."""
         return {what: self.sha256} | hash_imported(path_of(self.place), what=what)
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """{argument: its value}; raises `ConfigError` for what is no plain value."""
+        try:
+            call = ast.parse(f"f({self.arguments})", mode="eval").body
+            if not isinstance(call, ast.Call) or call.args:
+                raise ValueError("an argument has no name")
+            return {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
+        except (SyntaxError, ValueError) as error:
+            raise ConfigError(
+                f"the arguments of {self.name} must be names with plain values, as in (size=4, "
+                f"style='terse'), got ({self.arguments}): {error}"
+            ) from None
+
+    def check_arguments(
+        self, signature: inspect.Signature | None = None, *, num_given: int = 0
+    ) -> None:
+        """Raise `ConfigError` for an argument that is unknown, missing or of another type.
+
+        `signature`: without one, what the text says; `num_given`: arguments that come first.
+        """
+        values, signature = self.values, signature or self._signature()
+        if signature is None:
+            return
+        every = [*signature.parameters.values()][num_given:]
+        known = {each.name: each for each in every if each.kind not in ANY_NAME}
+        takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in every)
+        for name, value in values.items():
+            kind = known[name].annotation if name in known else EMPTY
+            kind = getattr(kind, "__name__", kind)
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+            nearest = f"the nearest is {near[0]}, correct or remove it" if near else ""
+            rule, remedy = "", nearest or "it takes none, remove it"
+            if name not in known and not takes_any:
+                rule = "must be given arguments that it takes"
+            elif type(value) not in KINDS.get(kind, (type(value),)):
+                rule, remedy = f"must be given {name} as {kind}", "write it as one"
+            if rule:
+                raise ConfigError(f"{self.name} {rule}, got {name}={value!r}: {remedy}")
+        for name, each in known.items():
+            if each.default is EMPTY and name not in values:
+                raise ConfigError(
+                    f"{self.name} must be given {name}, got ({self.arguments}): write "
+                    f'{{path = "...", {name} = ...}} in a file, or {self.name}({name}=...)'
+                )
+
+    def _signature(self) -> inspect.Signature | None:
+        """How its class or function is called, by its text; None: that does not say it."""
+        body = self._tree().body
+        nodes = {getattr(node, "name", ""): node for node in body}
+        ours = {
+            alias.asname or alias.name
+            for node in body
+            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("async_grpo.")
+            for alias in node.names
+        }
+        names = [self.name.rpartition(":")[2]]
+        for name in names:  # which grows
+            node = nodes.pop(name, None)  # a class may have the name of what it derives from
+            if isinstance(node, ast.FunctionDef):
+                return None if node.decorator_list else _signature_of(node.args)
+            if isinstance(node, ast.ClassDef):
+                if node.decorator_list:
+                    return _fields_of(node) if "dataclass" in ast.unparse(node) else None
+                for each in node.body:
+                    if isinstance(each, ast.FunctionDef) and each.name == "__init__":
+                        return _signature_of(each.args, num_left_out=1)
+                names += map(ast.unparse, node.bases)
+            elif name not in ours:
+                return None
+        return inspect.Signature()  # what the package has to derive from takes none
+
+    def make(self, found: Callable[..., T], *given: object) -> T:
+        """Call its class, or a function in its place, with what comes first and its arguments."""
+        self.check_arguments(inspect.signature(found), num_given=len(given))
+        return found(*given, **self.values)
 
     def check_defined(self) -> None:
         """Raise `ConfigError` for a text that cannot be parsed, or that does not define the name.
@@ -143,8 +280,11 @@ class UserCode:
         return any(isinstance(node, ast.Attribute) and node.attr == method for node in nodes)
 
     def _nodes(self) -> list[ast.AST]:
+        return list(ast.walk(self._tree()))
+
+    def _tree(self) -> ast.Module:
         try:
-            return list(ast.walk(ast.parse(self.text, self.place)))
+            return ast.parse(self.text, self.place)
         except SyntaxError as error:
             raise ConfigError(f"{self.place} cannot be imported: {error!r}: correct it") from None
 
@@ -154,7 +294,7 @@ class UserCode:
             if self.place.endswith(".py"):
                 module = run_file(self.place, self.text)
             else:
-                self.require_same(UserCode(self.name, text_of(self.place)))
+                self.require_same(replace(self, text=text_of(self.place)))
                 module = importlib.import_module(self.place)
         except ConfigError:
             raise
@@ -185,6 +325,42 @@ class UserCode:
             return "no line"
         frame = (own or frames)[-1]
         return f"{frame.filename}:{frame.lineno}, {frame.line}"
+
+
+def _signature_of(args: ast.arguments, *, num_left_out: int = 0) -> inspect.Signature:
+    """The signature that a definition's arguments make, without the first ones."""
+    plain = [*args.posonlyargs, *args.args]
+    defaults = [*[None] * (len(plain) - len(args.defaults)), *args.defaults]
+    given = [*zip(plain, defaults, strict=True)][num_left_out:]
+    named = zip(args.kwonlyargs, args.kw_defaults, strict=True)
+    kinds = inspect.Parameter
+    found = [_parameter(arg, default, kinds.POSITIONAL_OR_KEYWORD) for arg, default in given]
+    found += [_parameter(args.vararg, None, kinds.VAR_POSITIONAL)] if args.vararg else []
+    found += [_parameter(arg, default, kinds.KEYWORD_ONLY) for arg, default in named]
+    found += [_parameter(args.kwarg, None, kinds.VAR_KEYWORD)] if args.kwarg else []
+    return inspect.Signature(found)
+
+
+def _fields_of(node: ast.ClassDef) -> inspect.Signature:
+    """The signature of a dataclass."""
+    fields = [each for each in node.body if isinstance(each, ast.AnnAssign)]
+    args = [ast.arg(ast.unparse(each.target), each.annotation) for each in fields]
+    kind = inspect.Parameter.KEYWORD_ONLY
+    pairs = zip(args, fields, strict=True)
+    return inspect.Signature([_parameter(arg, each.value, kind) for arg, each in pairs])
+
+
+def _parameter(arg: ast.arg, default: ast.expr | None, kind: Any) -> inspect.Parameter:
+    annotation = ast.unparse(arg.annotation) if arg.annotation else EMPTY
+    default_or_none = EMPTY if default is None else default
+    return inspect.Parameter(arg.arg, kind, default=default_or_none, annotation=annotation)
+
+
+def hash_text(text: str, arguments: str = "") -> str:
+    """The sha256 of a file's text, and of the arguments that go with it."""
+    return hashlib.sha256(
+        f"{text}\0({arguments})".encode() if arguments else text.encode()
+    ).hexdigest()
 
 
 @functools.cache

@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from async_grpo.util.user_code import hash_imported, text_of
+from async_grpo.util.user_code import hash_imported, hash_text, split_arguments, text_of
 from async_grpo.verification import graders
 
 if TYPE_CHECKING:  # both bring arrays: fork servers stay small
@@ -52,7 +52,12 @@ class VerifierConfig:
         """The rewards with which a pool on a node of `num_cores` registers."""
         from async_grpo.types import Rewards  # which holds arrays: fork servers stay small
 
-        hashes = {name: sha256(text.encode()).hexdigest() for name, text in self.sources.items()}
+        given: dict[str, str] = {}  # arguments of the functions of each source
+        for name in sorted(self.reward_names):
+            if split_arguments(name)[1]:
+                source = source_of(name, self.registry)
+                given[source] = given.get(source, "") + name
+        hashes = {name: hash_text(text, given.get(name, "")) for name, text in self.sources.items()}
         hashes |= self.imported
         return Rewards(self.reward_names, self.registry, hashes, self.num_verifiers, num_cores)
 
@@ -116,10 +121,10 @@ def verifier_config(worker: WorkerConfig) -> VerifierConfig:
 def source_of(name: str, registry: str) -> str:
     """The file or module that holds a reward.
 
-    >>> source_of("own/mine.py:grade", "reward_registry"), source_of("mathd", "reward_registry")
-    ('own/mine.py', 'reward_registry')
+    >>> source_of("own/mine.py:near(by=2)", "reward_registry"), source_of("mathd", "my_registry")
+    ('own/mine.py', 'my_registry')
     """
-    return name.rpartition(":")[0] or registry
+    return split_arguments(name)[0].rpartition(":")[0] or registry
 
 
 def grader_of(name: str, config: VerifierConfig) -> str:

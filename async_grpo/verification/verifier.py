@@ -7,6 +7,7 @@ A child sends plain records and nothing else, see `tasks`.
 from __future__ import annotations
 
 import errno
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -23,7 +24,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from async_grpo.util.errors import ConfigError
-from async_grpo.util.user_code import run_file, run_module, text_of
+from async_grpo.util.user_code import UserCode, run_file, run_module, split_arguments, text_of
 from async_grpo.verification.config import MAX_PROCESSES, VerifierConfig, candidates, path_of
 from async_grpo.verification.graders import SHIPPED, TIMEOUT_VARIABLE, UnscorableError
 from async_grpo.verification.jail import limit
@@ -100,7 +101,8 @@ def load_adapters(config: VerifierConfig) -> dict[str, Adapter]:
 
 
 def _load_adapter(name: str, config: VerifierConfig) -> Adapter:
-    source, colon, function = name.rpartition(":")
+    called, arguments = split_arguments(name)
+    source, colon, function = called.rpartition(":")
     if not colon:
         return _from_registry(name, config)
     module = _load_module(source, config, option="--reward-fns")
@@ -109,7 +111,12 @@ def _load_adapter(name: str, config: VerifierConfig) -> Adapter:
         raise ConfigError(
             f"--reward-fns must name a function, got {name!r}: {source} has no {function!r}"
         )
-    return adapter
+    if not arguments:
+        return adapter
+    code = UserCode(called, "", arguments)
+    code.check_arguments(inspect.signature(adapter), num_given=1)
+    bound = functools.partial(adapter, **code.values)
+    return functools.update_wrapper(bound, adapter)  # with `prepare`, `max_reward` and the like
 
 
 def _from_registry(name: str, config: VerifierConfig) -> Adapter:
