@@ -200,7 +200,7 @@ def serve(model: str, **options: Any) -> None:
     folder = _begin(config, model)
     from async_grpo.gateway import serving  # seconds, as all that needs torch
 
-    serving.serve(folder, config, name=model, say=click.echo)
+    serving.serve(folder, config, name=config.served_model_name or model, say=click.echo)
 
 
 def _begin(config: EvaluateConfig | GenerateConfig | ServeConfig, model: str) -> str:

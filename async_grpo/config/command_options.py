@@ -201,6 +201,8 @@ class ServeConfig(EngineOptions):
     """address that it listens at; 0.0.0.0: every one of this machine, for whoever has the token"""
     port: int = option(8000)
     """port that it listens at; 0: any that is free"""
+    served_model_name: str = option("", none="")
+    """how clients call the model; empty: as it is named here"""
     renderer: str = option("auto")
     """how messages are written as tokens: auto; template, by the model's chat template; or a family
     of models of the package renderers"""

@@ -15,6 +15,7 @@ from transformers import AutoTokenizer
 # An engine more, in each suite of `make test`, says little that scripted ones do not.
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 MODEL = str(Path(__file__).parents[2] / "sample-data" / "tiny-countdown")
+NAME = "tiny"
 PROMPT = "use 2 9 8 to make 15\n"
 END_S = 60.0
 
@@ -24,7 +25,10 @@ def served():
     """Base URL and token; the server is asked to end, and must."""
     command = [sys.executable, "-m", "async_grpo.cli.main", "serve", MODEL, "--port", "0"]
     process = subprocess.Popen(
-        [*command, "--max-model-len", "64"], stdout=subprocess.PIPE, text=True, env=os.environ
+        [*command, "--max-model-len", "64", "--served-model-name", NAME],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ,
     )
     line = process.stdout.readline()
     found = re.search(r"OPENAI_BASE_URL=(\S+) OPENAI_API_KEY=(\S+)", line)
@@ -41,7 +45,7 @@ def complete(served):
     client = openai.OpenAI(base_url=url, api_key=token, max_retries=0)
 
     def complete(prompt=PROMPT, **options):
-        return client.completions.create(model=MODEL, prompt=prompt, **options)
+        return client.completions.create(model=NAME, prompt=prompt, **options)
 
     return complete
 
@@ -92,4 +96,4 @@ def test_what_the_model_cannot_do_is_refused(served, complete):
     url, token = served
     client = openai.OpenAI(base_url=url, api_key=token, max_retries=0)
     with pytest.raises(openai.BadRequestError, match="has no chat template"):
-        client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "a"}])
+        client.chat.completions.create(model=NAME, messages=[{"role": "user", "content": "a"}])
