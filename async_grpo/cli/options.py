@@ -11,7 +11,7 @@ import click
 from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
-from async_grpo.cli.run_file import OF_TRL, table_of
+from async_grpo.cli.run_file import same_here, table_of, told_of
 from async_grpo.config.option import flag, groups_of, option_docs, option_fields, option_types
 from async_grpo.util.errors import ConfigError
 
@@ -75,16 +75,24 @@ class OptionsCommand(click.Command):
                     if option.is_bool_flag and option.secondary_opts}  # fmt: skip
         args = list(without_truth_values(args, switches=switches))
         try:
-            typed = self.make_parser(ctx).parse_args(list(args))[0]
+            typed, rest, _ = self.make_parser(ctx).parse_args(list(args))
         except click.NoSuchOption as error:
-            if own := OF_TRL.get(error.option_name.strip("-").replace("-", "_")):
-                near = f"No such option '{error.option_name}'. Did you mean '{flag(own)}'?"
-                raise click.UsageError(near, ctx) from None
+            self._tell_ours(error.option_name, ctx)
             raise
+        for word in rest:  # as verl has them: actor_rollout_ref.rollout.n=8
+            self._tell_ours(word.partition("=")[0] if "=" in word else "", ctx)
         if isinstance(file := typed.get("config"), str) and not ctx.resilient_parsing:
             values = table_of(file, command=self, mode=typed.get("mode"), number=typed.get("table"))
             ctx.default_map = {**values, **(ctx.default_map or {})}
         return super().parse_args(ctx, args)
+
+    def _tell_ours(self, name: str, ctx: click.Context) -> None:
+        """Raise `click.UsageError` for an option of TRL's or verl's that is not spelled so here."""
+        own = same_here(name)
+        if own is not None:
+            is_here = own in (param.name for param in self.params)
+            near = f"Did you mean '{flag(own)}'?" if is_here else told_of(own)
+            raise click.UsageError(f"No such option '{name}'. {near[0].upper()}{near[1:]}", ctx)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         groups: dict[str, list[tuple[str, str]]] = {}

@@ -42,21 +42,55 @@ from typing import Any
 import click
 
 from async_grpo.config.data_files import as_text
-from async_grpo.config.option import option_fields, split_text
+from async_grpo.config.option import flag, option_fields, split_text
+from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.util.errors import ConfigError
 from async_grpo.util.user_code import as_name
 
-OF_TRL = {  # TRL's name of an option: ours, which is spelled differently
-    "num_generations": "samples_per_question", "generation_batch_size": "batch_size",
-    "per_device_train_batch_size": "max_tokens_per_gpu", "max_steps": "num_training_batches",
-    "steps_per_generation": "train_minibatch_size", "loss_type": "aggregation",
-    "max_completion_length": "max_generation_tokens", "scale_rewards": "advantage",
-    "importance_sampling_level": "ratio_level", "epsilon": "clip_low", "epsilon_high": "clip_high",
-    "delta": "dual_clip", "beta": "kl_coefficient", "vllm_max_model_length": "max_model_len",
-    "gradient_checkpointing": "activation_checkpointing",
-    "vllm_gpu_memory_utilization": "gpu_memory_utilization",
-    "vllm_tensor_parallel_size": "tensor_parallel_size",
+# {our option: what TRL and verl call it}, as the tables of docs/migration.md have them; verl's
+# stand behind any dots: actor_rollout_ref.rollout.n. What they have and we have not is under "".
+CALLED = {
+    "samples_per_question": "num_generations rollout.n",
+    "batch_size": "generation_batch_size train_batch_size",
+    "max_tokens_per_gpu": "per_device_train_batch_size gradient_accumulation_steps "
+        "ppo_max_token_len_per_gpu use_dynamic_bsz ppo_micro_batch_size_per_gpu",
+    "num_training_batches": "max_steps num_train_epochs total_epochs total_training_steps",
+    "train_minibatch_size": "steps_per_generation ppo_mini_batch_size",
+    "max_generation_tokens": "max_completion_length max_response_length",
+    "aggregation": "loss_type loss_agg_mode",
+    "advantage": "scale_rewards adv_estimator norm_adv_by_std_in_grpo",
+    "ratio_level": "importance_sampling_level loss_mode", "clip_low": "epsilon clip_ratio_low",
+    "clip_high": "epsilon_high clip_ratio_high", "dual_clip": "delta",
+    "kl_coefficient": "beta use_kl_loss kl_loss_coef",
+    "kl_estimator": "use_bias_correction_kl kl_loss_type use_kl_in_reward",
+    "num_batches_per_ref_model_update": "sync_ref_model ref_model_sync_steps",
+    "ratio_mode": "vllm_importance_sampling_correction",
+    "correction_level": "vllm_importance_sampling_mode",
+    "correction_high": "vllm_importance_sampling_clip_max",
+    "correction_low": "vllm_importance_sampling_clip_min",
+    "mask_truncated_samples": "mask_truncated_completions",
+    "entropy_coefficient": "entropy_coef entropy_coeff",
+    "gpu_memory_utilization": "vllm_gpu_memory_utilization",
+    "tensor_parallel_size": "vllm_tensor_parallel_size tensor_model_parallel_size",
+    "max_model_len": "vllm_max_model_length", "lr_scheduler": "lr_scheduler_type",
+    "num_warmup_steps": "warmup_steps", "mixed_precision": "bf16",
+    "activation_checkpointing": "gradient_checkpointing enable_gradient_checkpointing",
+    "fsdp_sharding_strategy": "fsdp fsdp_config", "eval": "num_generations_eval",
+    "eval_every_batches": "eval_steps test_freq",
+    "checkpoint_every_batches": "save_steps save_freq", "keep_checkpoints": "save_total_limit",
+    "resume": "resume_from_checkpoint", "trackers": "report_to logger",
+    "dump_samples_filename": "log_completions", "infinite_sampler_seed": "data_seed seed",
+    "data_path": "train_files", "eval_data_path": "val_files", "model_name_or_path": "model.path",
+    "output_dir": "default_local_dir", "nproc_per_node": "n_gpus_per_node", "learning_rate": "lr",
+    "max_grad_norm": "grad_clip", "importance_correction": "rollout_correction",
+    "reward_fns": "custom_reward_function.path custom_reward_function.name",
+    "fsdp_shard_ranks": "fsdp_size", "offload": "param_offload optimizer_offload",
+    "engine_option": "engine_kwargs",
+    "": "num_iterations top_k min_p repetition_penalty top_entropy_quantile "
+        "off_policy_mask_threshold reward_weights max_tool_calling_iterations use_vllm vllm_mode "
+        "ppo_epochs",
 }  # fmt: skip
+THEIRS = {name: own for own, names in CALLED.items() for name in names.split()}
 SHARED = "cluster"
 SHARED_OPTIONS = ("ray_address", "namespace")
 OF_TRAIN = {"data": "type", "eval": "name"}  # tables that are options: {table: its first key}
@@ -165,8 +199,8 @@ def values_of(table: Table, *, command: click.Command, where: str) -> dict[str, 
         if parameter is not None:
             values[str(parameter.name)] = _checked(parameter, value, where=f"{where} {key}")
         elif key not in SHARED_OPTIONS:  # not every command has these
-            rule = f"is no option of `async-grpo {command.name}`"
-            raise _unknown(f"{where} {key}", rule, key, known)
+            name, rule = _innermost(key, value), f"is no option of `async-grpo {command.name}`"
+            raise _unknown(f"{where} {name}", rule, name, known)
     return values
 
 
@@ -216,10 +250,43 @@ def _converted(parameter: click.Parameter, value: object, *, where: str) -> obje
 
 
 def _unknown(what: str, rule: str, name: str, known: Iterable[str]) -> click.UsageError:
-    own, known = OF_TRL.get(name.replace("-", "_")), [*known]
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
-    nearest = own if own in known else near[0]
+    known = [*known]
+    own = same_here(name)
+    if own is not None and own not in known:
+        return click.UsageError(f"{what} {rule}, {told_of(own)}")
+    nearest = own or difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
     return click.UsageError(f"{what} {rule}, the nearest is {nearest}: correct or remove it")
+
+
+def same_here(name: str) -> str | None:
+    """Our option for a name of TRL's or verl's; empty: there is none, None: the name is not known.
+
+    >>> same_here("actor_rollout_ref.rollout.n"), same_here("--num-iterations"), same_here("size")
+    ('samples_per_question', '', None)
+    """
+    parts = name.strip("-+").replace("-", "_").split(".")
+    ends = (".".join(parts[number:]) for number in range(len(parts)))
+    return next((THEIRS[end] for end in ends if end in THEIRS), None)
+
+
+def told_of(own: str) -> str:
+    """What stands here for an option of others that is not spelled so, half a sentence.
+
+    >>> told_of("max_model_len")
+    'here it is --max-model-len of `async-grpo worker`: give that, or remove it'
+    """
+    if not own:
+        return "there is no such option here: remove it (docs/migration.md says why)"
+    command = "worker" if own in option_fields(WorkerConfig) else "train"
+    return f"here it is {flag(own)} of `async-grpo {command}`: give that, or remove it"
+
+
+def _innermost(name: str, value: object) -> str:
+    """The dotted name of the first value in tables of tables, as TOML reads `a.b.c = 1`."""
+    while isinstance(value, dict) and value:
+        key, value = next(iter(value.items()))
+        name = f"{name}.{key}"
+    return name
 
 
 def as_toml(tables: Mapping[str, Sequence[Table]]) -> str:

@@ -199,6 +199,16 @@ def test_help_answers_at_once_because_nothing_heavy_is_imported(script):
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0
 
 
-def test_a_name_of_trl_is_told_by_ours():
-    done = CliRunner().invoke(train, ["--num-generations", "8"])
-    assert done.exit_code == 2 and "Did you mean '--samples-per-question'?" in done.stderr
+@pytest.mark.parametrize(
+    ("typed", "told"),
+    [
+        (["--num-generations", "8"], "Did you mean '--samples-per-question'?"),
+        (["--actor_rollout_ref.rollout.n=8"], "Did you mean '--samples-per-question'?"),
+        (["actor_rollout_ref.actor.kl_loss_coef=0.1"], "Did you mean '--kl-coefficient'?"),
+        (["--vllm-max-model-length", "8"], "Here it is --max-model-len of `async-grpo worker`"),
+        (["--num-iterations", "2"], "There is no such option here: remove it"),
+    ],
+)
+def test_a_name_of_trl_or_verl_is_told_by_ours(typed, told):
+    done = CliRunner().invoke(train, typed)
+    assert done.exit_code == 2 and told in " ".join(done.stderr.split())

@@ -102,6 +102,10 @@ TRAIN = "[train]\n"
     [
         (TRAIN + "learnign_rate = 1", r"\[train\] learnign_rate is no option of `async-grpo train`,"
          " the nearest is learning_rate: correct or remove it"),
+        ("[train]\nactor_rollout_ref.rollout.n = 8",
+         "rollout.n is no option of `async-grpo train`, the nearest is samples_per_question"),
+        ("[train]\nnum_iterations = 2", "there is no such option here: remove it"),
+        ("[train]\nvllm_max_model_length = 2", "here it is --max-model-len of `async-grpo worker`"),
         ("[trian]\nx = 1", r"run.toml: \[trian\] is no table of a run, the nearest is train"),
         ("batch_size = 1", r"batch_size must stand in a table, got 1: write \[train\]"),
         ("train = 1", r"train must stand in a table"),

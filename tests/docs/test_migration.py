@@ -1,16 +1,19 @@
-"""The table of TRL's options beside ours, against both sources."""
+"""The table of TRL's options beside ours, against both sources; who types theirs is told ours."""
 
 import ast
 import importlib.util
+import re
 from pathlib import Path
 
 import pytest
 from pages import ROOT
 
+from async_grpo.cli.run_file import THEIRS, same_here
 from async_grpo.config.option import flag, option_fields
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.config.worker_config import WorkerConfig
 
+KEEP_THEIR_NAME = {"clip_ratio_c", "top_p"}  # an alias here, and an option of other commands
 HEADER = "| TRL | its default | here | our default | beware |"
 
 
@@ -74,3 +77,36 @@ def test_a_row_of_the_table_is_what_both_sources_say(row, theirs, ours):
 def test_the_page_names_the_release_that_is_compared():
     assert "trl==1.16.0" in (ROOT / "requirements/dev.txt").read_text()
     assert "TRL 1.16.0" in (ROOT / "docs/migration.md").read_text()
+
+
+def named_rows():
+    """(their names, our options in the other cells) of each row of both tables."""
+    text = (ROOT / "docs/migration.md").read_text()
+    lines = text.partition("## From TRL")[2].splitlines()
+    cells = [line.strip("|").partition("|") for line in lines if line.startswith("| `")]
+    for theirs, _, here in cells:
+        names = [name.partition("=")[0] for name in re.findall(r"`([\w.]+(?:=\w+)?)`", theirs)]
+        yield names, {each.replace("-", "_") for each in re.findall(r"`--([a-z0-9-]+)", here)}
+
+
+def test_every_name_of_the_page_is_told_by_an_option_of_its_row():
+    for names, ours_there in named_rows():
+        for name in names:
+            own = same_here(name)
+            if own is None:
+                assert name.rpartition(".")[2] in ours_there | KEEP_THEIR_NAME, name
+            else:
+                assert own in ours_there or not own, (name, own)
+
+
+def test_every_name_that_is_told_stands_on_the_page_and_is_none_of_ours():
+    there = {end for names, _ in named_rows() for name in names for end in ends_of(name)}
+    assert {*THEIRS} - there == set()
+    known = {*option_fields(WorkerConfig), *option_fields(TrainConfig), "nproc_per_node", ""}
+    assert {*THEIRS.values()} <= known
+    assert {*THEIRS} & known == set()
+
+
+def ends_of(name):
+    parts = name.split(".")
+    return {".".join(parts[number:]) for number in range(len(parts))}
