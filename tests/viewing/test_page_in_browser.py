@@ -18,7 +18,9 @@ FIND = "document.querySelector"
 
 def filtered(**fields):
     """The fastest of eight: other processes of the machine are not the page's."""
+    sort = json.dumps({"by": fields.pop("sort", ""), "isFalling": fields.pop("falling", False)})
     values = "".join(f"el({json.dumps(k)}).value = {json.dumps(v)};" for k, v in fields.items())
+    values += f"page.sorts.samples = {sort};"
     return (
         f"{values} const ms = []; for (let k = 0; k < 8; k++) "
         "{ page.ranks.clear(); applyFilters(); ms.push(page.filterMs); }"
@@ -40,21 +42,31 @@ def large(tmp_path_factory):
     return write(write_dump(tmp_path_factory.mktemp("large"), lines, batch_size=64))
 
 
-def test_a_hundred_thousand_samples_open_in_three_seconds_and_filter_in_300_ms(large):
+def test_a_hundred_thousand_samples_open_in_three_seconds_filter_in_300_ms_and_are_searched(large):
     async def scene(tab):
         found = {"ready": tab.ready_s}
         for name, fields in {
             "text": {"question": "question 17 "},
             "reward": {"question": "", "reward-from": 1},
-            "sort": {"reward-from": "", "sort": "reward", "direction": "-1"},
+            "sort": {"reward-from": "", "sort": "reward", "falling": True},
             "type": {"fate": "1", "dataset_type": "0", "sort": "question"},
         }.items():
             found[name] = await tab.run(filtered(**fields))
         await tab.run("el('filters').reset(); await new Promise((done) => setTimeout(done, 100))")
+        searched = {}
+        for text in ("length an answer", "of some width"):
+            await tab.run(f"el('output').value = {text!r}; await searchOutputs()")
+            searched[text] = await tab.run("return [page.order.length, page.search.ms]")
+        await tab.run("el('output').value = ''; await searchOutputs(); lookAt('questions')")
+        found["questions"] = await tab.run(
+            "const began = performance.now(); order();"
+            "return [page.questions.length, performance.now() - began]"
+        )
+        await tab.run("page.sorts.samples.by = ''; lookAt('samples')")
         found["chosen"] = await tab.run("await choose(54321); return el('sample').textContent")
-        return found, tab.requests, tab.problems
+        return found, searched, tab.requests, tab.problems
 
-    found, requests, problems = chromium.visit(large, scene)
+    found, searched, requests, problems = chromium.visit(large, scene)
     assert (requests, problems) == ([f"file://{large}"], [])
     assert found.pop("ready") < 3
     assert "slot 6790, member 1" in found.pop("chosen")
@@ -64,8 +76,107 @@ def test_a_hundred_thousand_samples_open_in_three_seconds_and_filter_in_300_ms(l
         "reward": 12_500,
         "sort": NUM_SAMPLES,
         "type": 6250,
+        "questions": 5000,
     }
     assert max(ms for _, ms in found.values()) < 300
+    assert [number for number, _ in searched.values()] == [NUM_SAMPLES, 0]
+    assert max(ms for _, ms in searched.values()) < 8000
+
+
+def test_outputs_are_searched_by_typing_and_what_is_found_is_marked(tmp_path):
+    outputs = ["An Answer", 'with "quotes" \\ slashes', "Größe\tund", "turned <b>over</b>"]
+    lines = [sample(n, output=output, input="an answer?") for n, output in enumerate(outputs)]
+    turns = [
+        {"role": "environment", "row": 0, "text": "Größe", "num_tokens": 1},
+        {"role": "model", "row": 0, "text": "said early", "num_tokens": 1},
+        {"role": "model", "row": 0, "text": "last", "num_tokens": 1},
+    ]
+    lines.append(sample(9, output="last", turns=turns))
+    searches = {"an answer": [0], 'h "QUOTES" \\ s': [1], "GRÖSSE": [], "größe": [2],
+                "<b>": [3], "said early": [9], "nothing": []}  # fmt: skip
+
+    async def scene(tab):
+        found = {}
+        for text in searches:
+            await tab.run(f"el('output').value = {json.dumps(text)}; await searchOutputs()")
+            found[text] = await tab.run(
+                "return [...page.order].map((i) => page.columns.ordinal[i])"
+            )
+        await tab.run("el('output').value = ''; await searchOutputs(); el('scroll').focus()")
+        for key in ("o", *"OVER"):
+            await tab.press(key)
+        await tab.run("await new Promise((done) => setTimeout(done, 400)); await choose(0)")
+        marked = "return [...CSS.highlights.get('found')].map(String)"
+        return found, await tab.run(marked), tab.problems
+
+    page = write(write_dump(tmp_path, lines))
+    assert chromium.visit(page, scene) == (searches, ["over"], [])
+
+
+def test_heads_sort_and_bars_and_alarms_of_the_curves_tell(tmp_path):
+    rewards = [0.0, 0.5, 1.0]
+    lines = [sample(n, k, reward=rewards[(n + k) % 3]) for n in range(40) for k in range(2)]
+    folder = write_dump(tmp_path, lines)
+    events = [(3, "no_signal", "raised"), (8, "no_signal", "cleared"), (12, "<b>x", "raised")]
+    with (folder / "alarms.jsonl").open("w") as file:
+        for step, alarm, event in events:
+            told = {"step": step, "alarm": alarm, "event": event, "sentence": "<i>so</i>"}
+            file.write(json.dumps(told) + "\n")
+
+    async def scene(tab):
+        click = f"{FIND}('#columns-head .reward').click(); return page.order[0]"
+        firsts = [await tab.run(click) for _ in range(3)]
+        alarms = await tab.run("return [el('alarms').textContent, page.alarms.map((a) => a.to)]")
+        num_grounds = await tab.run(f"return {FIND}All('svg .alarm').length")
+        await tab.run(f"{FIND}All('.field')[1].dispatchEvent(new Event('click'))")
+        chosen = await tab.run("return [...page.order].map((i) => page.columns.reward[i])")
+        return firsts, alarms, num_grounds, chosen, tab.problems
+
+    firsts, (told, ends), num_grounds, chosen, problems = chromium.visit(write(folder), scene)
+    assert [lines[first]["reward"] for first in firsts] == [1.0, 0.0, 0.0]
+    assert told == (
+        "2 alarms, 1 still holding at the endno signal from step 3 to 8: <i>so</i>"
+        "<b>x from step 12 on: <i>so</i>"
+    )
+    assert (ends, num_grounds) == ([8, None], 4)  # two of each curve; JSON has no infinity
+    assert set(chosen) == {0.5} and len(chosen) == 27
+    assert problems == []
+
+
+def test_questions_have_their_solve_rate_at_each_step(tmp_path):
+    lines = [
+        sample(ordinal, index, input=f"question {ordinal % 2}", reward=float(reward))
+        for ordinal, group in enumerate([(0, 0), (1, 0), (0, 1), (1, 1), (1, 1), (0, 0)])
+        for index, reward in enumerate(group)
+    ]
+
+    async def scene(tab):
+        await tab.press("q")
+        of_each = "return page.questions.map((row) => [row.samples, row.points, row.change])"
+        rows = await tab.run(of_each)
+        await tab.run("sortBy('change'); await choose(1)")
+        told = await tab.run("return el('sample').textContent")
+        await tab.run(f"{FIND}('#sample .group button').click()")
+        await tab.run("await new Promise((done) => setTimeout(done, 100))")
+        opened = await tab.run(f"return {FIND}('#sample h2').textContent")
+        await tab.run("await openQuestion(page.chosen)")
+        again = await tab.run(f"return [page.view, {FIND}('#sample h2').textContent]")
+        await tab.run("el('solved').value = '2'; applyFilters()")
+        none = await tab.run("return page.questions.map((row) => row.solved)")
+        return rows, told, opened, again, none, tab.problems
+
+    rows, told, opened, again, none, problems = chromium.visit(
+        write(write_dump(tmp_path, lines)), scene
+    )
+    assert rows == [
+        [6, [[1, 0, 2], [2, 0.5, 2], [3, 1, 2]], 1],
+        [6, [[1, 0.5, 2], [2, 1, 2], [3, 0, 2]], -0.5],
+    ]
+    assert "Solved50 % of 6 samples" in told and "question 1" in told
+    assert opened == "Step 3, slot 5, member 0"
+    assert again == ["questions", "A question of 3 steps"]
+    assert none == [0, 0]
+    assert problems == []
 
 
 def test_hostile_texts_are_shown_and_run_nothing(tmp_path):

@@ -175,7 +175,7 @@ def test_the_command_writes_the_page_beside_the_dump(tmp_path):
     result = CliRunner().invoke(main, ["rollouts", str(folder), "--max-samples", "5"])
     assert result.exit_code == 0, result.output
     assert re.fullmatch(
-        r"wrote \S+/rollouts.html \(4 samples, 0.0 MiB, 6 left out: see --max-samples and "
+        r"wrote \S+/rollouts.html \(4 samples, 0.1 MiB, 6 left out: see --max-samples and "
         r"--max-mib, 1 broken lines\)\n",
         result.output,
     )

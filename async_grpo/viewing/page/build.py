@@ -24,7 +24,10 @@ from async_grpo.viewing.page.dump import Amount, Choice, Dump, Key, Line, Traine
 HERE = Path(__file__).parent
 BLOCK_BYTES = 2**20  # of JSON in a block: what looking at a sample inflates
 COMPRESSION = 6
-CODE = ("weight.js", "provenance.js", "sample.js", "curves.js", "page.js")
+CODE = (
+    "weight.js", "provenance.js", "sample.js", "curves.js", "filters.js", "questions.js", "list.js",
+    "page.js",
+)  # fmt: skip
 OPTIONS = (  # of the run: the page shows them and computes with them
     "algorithm", "advantage", "aggregation", "constant_length_samples", "ratio_level",
     "policy_loss", "clip_low", "clip_high", "dual_clip", "importance_correction",
@@ -83,6 +86,7 @@ def write_page(
             "num_broken": dump.num_broken,
             "blocks": blocks.starts,
             "steps": steps,
+            "alarms": list(dump.alarms()),
             "has_tokens": has_tokens,
         }
         with replacing(output) as page:

@@ -106,14 +106,8 @@ def detail(
     dump has no ids.
     """
     kept = ("input", "answer", "output", "reason", "workers")
-    turns = line.get("turns") or [
-        {"role": "environment", "row": 0, "text": line.get("input"),
-         "num_tokens": line.get("num_input_tokens")},
-        {"role": "given" if line.get("given") else "model", "row": 0, "text": line.get("output"),
-         "num_tokens": line.get("num_output_tokens"),
-         "finish_reason": line.get("finish_reason")},
-    ]  # fmt: skip
-    found = {name: line.get(name) for name in kept} | {"turns": turns, "spans": spans(line)}
+    found = {name: line.get(name) for name in kept} | {"spans": spans(line)}
+    found |= {name: line[name] for name in ("turns", "given") if line.get(name)}
     if isinstance(line.get("advantage"), list):
         found["advantages"] = line["advantage"]
     if words is not None and "output_token_ids" in line:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from async_grpo.telemetry.alarms import ALARMS_FILE
 from async_grpo.telemetry.sample_dump import dump_files, steps_file, token_files
 from async_grpo.util.errors import DataError
 from async_grpo.util.run_folder import METRICS_FILE, PARAMETERS_FILE
@@ -111,6 +112,10 @@ class Dump:
     def steps(self) -> Iterator[Line]:
         """Each gradient step: its denominators, and which rank trained what in which round."""
         return _objects(steps_file(self.path))
+
+    def alarms(self) -> Iterator[Line]:
+        """Each alarm that was raised or cleared."""
+        return _objects(self.folder / ALARMS_FILE)
 
     def measured(self) -> dict[int, Line]:
         """{step: its row of metrics}."""

@@ -1,11 +1,7 @@
-/* The page: its data, filters, curves and the list. Texts of the dump are shown as text alone. */
+/* The page: its data, and how it begins. Texts of the dump are shown as text alone. */
 
 const el = (id) => document.getElementById(id);
 const NONE = 2 ** 32 - 1;  // of a column: not known
-const ROW_PX = 28, NUM_SPARE = 8;  // of the list
-const SHOWN = [
-  "step", "slot", "dataset_type", "fate", "reward", "advantage", "num_output_tokens", "question",
-];
 const CATEGORIES = ["fate", "dataset_type", "verdict", "finish_reason"];
 const COLOURINGS = {
   advantage: "advantage", difference: "log-probability, trainer − engine",
@@ -15,7 +11,9 @@ const HIDDEN = new RegExp("[\\u0000-\\u0008\\u000b-\\u001f\\u007f-\\u009f\\u200b
   + "\\u2060\\u2066-\\u2069\\ufeff]|\\p{Cs}", "gu");  // control, direction, no width, lone surrogates
 const page = {
   header: null, columns: {}, heads: [], blocks: new Map(), ranks: new Map(),  // of the data
-  order: new Uint32Array(0), at: -1, chosen: -1, colouring: "advantage",  // of what is shown
+  view: "samples", order: new Uint32Array(0), questions: [], at: -1, chosen: -1, colouring: "advantage",  // of what is shown
+  sorts: { samples: { by: "", isFalling: false }, questions: { by: "", isFalling: false } },
+  search: { wanted: "", hits: null, done: 1 }, alarms: [],
 };
 
 function make(tag, attributes = {}, ...children) {
@@ -65,7 +63,10 @@ async function readData() {
   page.heads = await parsed("questions");
   page.lowered = page.heads.map((head) => head.toLowerCase());
   page.steps = new Map(page.header.steps.map((step) => [step.step, step]));
+  page.alarms = alarmsOf(page.header.alarms);
 }
+
+const blockName = (k) => `block-${k}`;
 
 async function detailOf(sample) {
   const starts = page.header.blocks;
@@ -76,151 +77,18 @@ async function detailOf(sample) {
   }
   if (!page.blocks.has(low)) {
     if (page.blocks.size > 7) page.blocks.delete(page.blocks.keys().next().value);
-    page.blocks.set(low, parsed(`block-${low}`));
+    page.blocks.set(low, parsed(blockName(low)));
   }
-  return (await page.blocks.get(low))[sample - starts[low]];
+  return withTurns((await page.blocks.get(low))[sample - starts[low]], sample);
 }
 
-// --- filters
-
-function limits(name) {
-  const of = (id, otherwise) => (el(id).value === "" ? otherwise : Number(el(id).value));
-  return [of(`${name}-from`, -Infinity), of(`${name}-to`, Infinity)];
-}
-
-function readFilters() {
-  const c = page.columns, tests = [];
-  for (const [name, column] of [["step", c.step], ["reward", c.reward], ["length", c.num_output_tokens]]) {
-    const [from, to] = limits(name);
-    if (from > -Infinity || to < Infinity) tests.push((i) => column[i] >= from && column[i] <= to);
-  }
-  for (const name of CATEGORIES) {
-    if (el(name).value !== "") { const wanted = Number(el(name).value); tests.push((i) => c[name][i] === wanted); }
-  }
-  const text = el("question").value.toLowerCase();
-  if (text) {
-    const has = page.lowered.map((head) => head.includes(text));
-    tests.push((i) => has[c.question[i]]);
-  }
-  return tests;
-}
-
-function applyFilters() {
-  const began = performance.now(), tests = readFilters(), total = page.header.num_samples;
-  const kept = new Uint32Array(total);
-  let count = 0;
-  for (let i = 0; i < total; i++) {
-    let passes = true;
-    for (let k = 0; k < tests.length && passes; k++) passes = tests[k](i);
-    if (passes) kept[count++] = i;
-  }
-  page.order = sorted(kept.subarray(0, count));
-  page.isFiltered = tests.length > 0;
-  page.at = page.order.indexOf(page.chosen);
-  showCount();
-  el("scroll").scrollTop = 0;
-  drawList();
-  drawCharts();
-  page.filterMs = performance.now() - began;
-}
-
-/* By counting: comparing 100,000 samples takes many times longer. Equal ones stay as written. */
-function sorted(order) {
-  const by = el("sort").value, isFalling = el("direction").value === "-1";
-  if (!by) return isFalling ? order.reverse() : order;
-  const { ranks, size } = ranksOf(by), starts = new Uint32Array(size + 1), found = new Uint32Array(order.length);
-  const place = (i) => (isFalling ? size - 1 - ranks[i] : ranks[i]);
-  for (const i of order) starts[place(i) + 1]++;
-  for (let k = 0; k < size; k++) starts[k + 1] += starts[k];
-  for (const i of order) found[starts[place(i)]++] = i;
-  return found;
-}
-
-/* The place of each sample's value among all values of a column; unknown ones come first. */
-function ranksOf(name) {
-  if (!page.ranks.has(name)) {
-    const labels = page.header.labels[name];
-    page.ranks.set(name, labels ? ranksOfLabels(labels, page.columns[name]) : ranksOfNumbers(page.columns[name]));
-  }
-  return page.ranks.get(name);
-}
-
-function ranksOfLabels(labels, column) {
-  const sorted = [...labels].sort(), places = labels.map((label) => sorted.indexOf(label));
-  return { ranks: Uint32Array.from(column, (value) => places[value]), size: labels.length };
-}
-
-function ranksOfNumbers(column) {
-  const numbers = Float64Array.from(column, (value) => (Number.isNaN(value) ? -Infinity : value));
-  const values = numbers.slice().sort().filter((value, k, all) => !k || value !== all[k - 1]);
-  const ranks = numbers.map((value) => {
-    let low = 0, high = values.length - 1;
-    while (low < high) {
-      const middle = (low + high) >> 1;
-      if (values[middle] < value) low = middle + 1; else high = middle;
-    }
-    return low;
-  });
-  return { ranks, size: values.length };
-}
-
-function showCount() {
-  const { num_samples: total, num_found: found, num_broken: broken } = page.header;
-  const parts = [`${page.order.length.toLocaleString("en")} of ${total.toLocaleString("en")} samples`];
-  if (found > total + broken) parts.push(`of ${found.toLocaleString("en")} in the dump, left out evenly`);
-  if (broken) parts.push(`${broken} broken lines`);
-  el("count").textContent = parts.join(", ");
-}
-
-// --- the list
-
-const labelOf = (name, i) => page.header.labels[name][page.columns[name][i]].replaceAll("_", " ");
-
-function cell(name, i) {
+/* Most samples are of one turn, which the dump does not repeat. */
+function withTurns(told, i) {
   const c = page.columns;
-  if (name === "slot") return `${c.ordinal[i]}.${c.index[i]}` + (c.attempt[i] ? `′${c.attempt[i]}` : "");
-  if (name === "question") return page.heads[c.question[i]];
-  if (page.header.labels[name]) return labelOf(name, i);
-  return number(c[name][i], 3);
-}
-
-function drawList() {
-  const scroll = el("scroll"), room = el("room");
-  room.style.height = `${page.order.length * ROW_PX}px`;
-  const first = Math.max(Math.floor(scroll.scrollTop / ROW_PX) - NUM_SPARE, 0);
-  const last = Math.min(first + Math.ceil(scroll.clientHeight / ROW_PX) + 2 * NUM_SPARE, page.order.length);
-  const lines = [];
-  for (let at = first; at < last; at++) {
-    const i = page.order[at];
-    const line = make("div", { class: "line", role: "option", id: `line-${at}`, "aria-selected": String(at === page.at),
-      "aria-setsize": page.order.length, "aria-posinset": at + 1, onclick: () => choose(at) },
-      ...page.shown.map((name) => make("span", { class: name }, cell(name, i))));
-    line.style.top = `${at * ROW_PX}px`;
-    lines.push(line);
-  }
-  room.replaceChildren(...lines);
-  if (page.at >= first && page.at < last) scroll.setAttribute("aria-activedescendant", `line-${page.at}`);
-  else scroll.removeAttribute("aria-activedescendant");
-}
-
-async function choose(at) {
-  if (!page.order.length) return;
-  page.at = Math.min(Math.max(at, 0), page.order.length - 1);
-  page.chosen = page.order[page.at];
-  const scroll = el("scroll"), top = page.at * ROW_PX;
-  if (top < scroll.scrollTop) scroll.scrollTop = top;
-  if (top + ROW_PX > scroll.scrollTop + scroll.clientHeight) scroll.scrollTop = top + ROW_PX - scroll.clientHeight;
-  drawList();
-  await showSample(page.chosen);
-}
-
-function listKeys(event) {
-  const rows = Math.max(Math.floor(el("scroll").clientHeight / ROW_PX) - 1, 1);
-  const moves = { ArrowDown: 1, ArrowUp: -1, PageDown: rows, PageUp: -rows, Home: -Infinity, End: Infinity };
-  if (event.key === "Enter") el("sample").focus();
-  else if (!(event.key in moves) || event.ctrlKey || event.metaKey) return;
-  else choose(page.at < 0 ? 0 : page.at + moves[event.key]);
-  event.preventDefault();
+  return { ...told, turns: told.turns ?? [
+    { role: "environment", row: 0, text: told.input, num_tokens: c.num_input_tokens[i] },
+    { role: told.given ? "given" : "model", row: 0, text: told.output, num_tokens: c.num_output_tokens[i], finish_reason: labelOf("finish_reason", i) },
+  ] };
 }
 
 // --- begin
@@ -235,9 +103,6 @@ function fillFilters() {
     el(name).replaceChildren(make("option", { value: "" }, "all"), ...options);
     el(name).closest("label").hidden = header.labels[name].length < 2;
   }
-  page.shown = SHOWN.filter((name) => name !== "dataset_type" || header.labels.dataset_type.length > 1);
-  const titles = { num_output_tokens: "length", dataset_type: "type" };
-  el("columns-head").replaceChildren(...page.shown.map((name) => make("span", { class: name }, titles[name] ?? name)));
 }
 
 function chosenByAddress() {
@@ -250,7 +115,10 @@ function chosenByAddress() {
 function pageKeys(event) {
   if (event.ctrlKey || event.metaKey || event.altKey || /^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName)) return;
   if (event.key === "/") el("question").focus();
+  else if (event.key === "o") el("output").focus();
   else if (event.key === "t") el("theme").click();
+  else if (event.key === "q" && page.view === "questions") lookAt("samples");
+  else if (event.key === "q") page.chosen < 0 ? lookAt("questions") : openQuestion(page.chosen);
   else if (event.key === "Escape") leaveSample();
   else return;
   event.preventDefault();
@@ -263,8 +131,10 @@ async function begin() {
   el("about").textContent = visible([config.algorithm, config.advantage && `advantage ${config.advantage}`, config.aggregation,
     config.max_staleness !== undefined && `staleness ${config.max_staleness}`].filter(Boolean).join(" · "));
   fillFilters();
-  el("filters").addEventListener("input", applyFilters);
-  el("filters").addEventListener("reset", () => setTimeout(applyFilters));
+  listAlarms();
+  el("filters").addEventListener("input", (event) => (event.target.id === "output" ? searchSoon() : applyFilters()));
+  el("filters").addEventListener("reset", () => setTimeout(searchOutputs));
+  for (const view of ["samples", "questions"]) el(`view-${view}`).addEventListener("click", () => lookAt(view));
   el("filters").addEventListener("submit", (event) => event.preventDefault());
   el("scroll").addEventListener("scroll", drawList, { passive: true });
   el("scroll").addEventListener("keydown", listKeys);
@@ -276,6 +146,7 @@ async function begin() {
   });
   addEventListener("resize", () => { drawList(); drawCharts(); });
   applyFilters();
+  lookAt("samples");
   page.readyMs = performance.now();
   document.documentElement.dataset.state = "ready";
   const sample = chosenByAddress();

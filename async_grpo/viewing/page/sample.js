@@ -14,13 +14,29 @@ async function showSample(i) {
   el("sample").scrollTop = 0;
   document.body.classList.add("reading");
   colour(rows);
+  markFound();
+}
+
+function titleOf(i) {
+  const c = page.columns, attempt = c.attempt[i] ? `, attempt ${c.attempt[i] + 1}` : "";
+  return `Step ${c.step[i]}, slot ${c.ordinal[i]}, member ${c.index[i]}${attempt}`;
 }
 
 function headOf(i) {
-  const c = page.columns, attempt = c.attempt[i] ? `, attempt ${c.attempt[i] + 1}` : "";
-  return make("div", { class: "bar" },
-    make("h2", {}, `Step ${c.step[i]}, slot ${c.ordinal[i]}, member ${c.index[i]}${attempt}`),
-    make("button", { type: "button", class: "close", onclick: leaveSample }, "Back"));
+  return make("div", { class: "bar" }, make("h2", {}, titleOf(i)),
+    ...barButtons(["Its question", "the question's solve rate over time (q)", () => openQuestion(i)]));
+}
+
+function barButtons(...buttons) {
+  return [make("span", { class: "buttons" }, ...buttons.map(([text, title, onclick]) => make("button", { type: "button", title, onclick }, text)),
+    make("button", { type: "button", class: "close", onclick: leaveSample }, "Back"))];
+}
+
+async function openQuestion(i) {
+  page.chosenQuestion = page.columns.question[i];
+  lookAt("questions");
+  if (page.at >= 0) await choose(page.at);
+  else await showQuestion(byQuestion(page.every).find((row) => row.question === page.chosenQuestion));
 }
 
 function leaveSample() {
@@ -44,6 +60,10 @@ function factsOf(i, told) {
     ["Trained in", placeInWords(i)],
     ["Answer", told.answer ?? ""],
   ].filter(([, value]) => value !== "" && value !== "–");
+  return definitions(facts);
+}
+
+function definitions(facts) {
   return make("dl", { class: "facts" },
     ...facts.flatMap(([name, value]) => [make("dt", {}, name), make("dd", {}, value)]));
 }
@@ -79,18 +99,15 @@ function membersOf(i) {
 }
 
 function groupOf(i) {
+  return make("nav", { class: "group", "aria-label": "The group" }, make("span", {}, "Rewards of the group"),
+    ...membersOf(i).map((k) => rewardButton(k, k === i)));
+}
+
+function rewardButton(k, isCurrent) {
   const c = page.columns;
-  const show = (k) => {
-    page.chosen = k;
-    page.at = page.order.indexOf(k);
-    drawList();
-    showSample(k);
-  };
-  const buttons = membersOf(i).map((k) => make("button", {
-    type: "button", "aria-current": String(k === i), onclick: () => show(k),
+  return make("button", { type: "button", "aria-current": String(isCurrent === true), onclick: () => open(k),
     title: `member ${c.index[k]}: reward ${number(c.reward[k])}, advantage ${number(c.advantage[k])}`,
-  }, number(c.reward[k], 2)));
-  return make("nav", { class: "group", "aria-label": "The group" }, make("span", {}, "Rewards of the group"), ...buttons);
+  }, number(c.reward[k], 2));
 }
 
 /* What the model read and wrote, in order; tokens where the dump has them. */
@@ -104,12 +121,15 @@ function turnsOf(i, told, rows) {
     const role = { environment: n ? "read" : "question", model: "written", given: "given" }[turn.role];
     const notes = [`${turn.num_tokens} tokens`, turn.row && `row ${turn.row}`,
       isLong && turn.finish_reason && `ended by ${turn.finish_reason}`, isLong && turn.worker].filter(Boolean);
-    const body = make("div", { class: "text", dir: "auto" });
-    if (row && to > from && to <= row.tokens.length) body.append(...tokensOf(i, told, rows, turn.row, from, to));
-    else body.append(visible(turn.text ?? ""));
+    const hasTokens = row && to > from && to <= row.tokens.length;
+    const body = textOf(hasTokens ? tokensOf(i, told, rows, turn.row, from, to) : turn.text ?? "");
     return make("article", { class: `turn ${isRead ? "read" : "written"}` },
       make("h3", {}, role, make("small", {}, notes.join(", "))), body);
   });
+}
+
+function textOf(content) {
+  return make("div", { class: "text", dir: "auto" }, ...[content].flat());
 }
 
 function tokensOf(i, told, rows, number, from, to) {
