@@ -15,7 +15,7 @@ from async_grpo.telemetry.jsonl import to_json
 from async_grpo.viewing import page
 from async_grpo.viewing.page.build import write_page
 
-CODE = Path(page.__file__).parent / "weight.js"
+CODE = Path(page.__file__).parent
 NEEDS_NODE = pytest.mark.skipif(
     not shutil.which("node"), reason="needs node, to run the page's code"
 )
@@ -79,18 +79,23 @@ class Page:
         return gzip.decompress(base64.b64decode(content))
 
 
+def called(file, function, calls):
+    """What a function of the page's code returns for each list of arguments, in one process."""
+    code = (
+        "const functions = require(process.argv[1]);"
+        "const calls = JSON.parse(require('fs').readFileSync(0));"
+        "console.log(JSON.stringify(calls.map((given) => functions[process.argv[2]](...given))));"
+    )
+    answer = subprocess.run(
+        ["node", "-e", code, str(CODE / file), function],
+        input=json.dumps(calls), capture_output=True, check=True, text=True,
+    )  # fmt: skip
+    return json.loads(answer.stdout)
+
+
 def recomputed(config, rows):
     """[what the page computes of each token] of each row."""
-    code = (
-        "const { tokenWeights } = require(process.argv[1]);"
-        "const { config, rows } = JSON.parse(require('fs').readFileSync(0));"
-        "console.log(JSON.stringify(rows.map((row) => tokenWeights(config, row))));"
-    )
-    content = json.dumps({"config": config, "rows": rows})
-    answer = subprocess.run(
-        ["node", "-e", code, str(CODE)], input=content, capture_output=True, check=True, text=True
-    )
-    return json.loads(answer.stdout)
+    return called("weight.js", "tokenWeights", [[config, row] for row in rows])
 
 
 def rows_of(shown, member):

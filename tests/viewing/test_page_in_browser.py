@@ -143,6 +143,34 @@ def test_heads_sort_and_bars_and_alarms_of_the_curves_tell(tmp_path):
     assert problems == []
 
 
+def test_two_samples_stand_side_by_side_with_what_differs_marked(tmp_path):
+    lines = [
+        sample(0, 0, output="the sum is 5"), sample(0, 1, output="the sum is 17"),
+        sample(1, 0, output="other"),
+    ]  # fmt: skip
+
+    async def scene(tab):
+        await tab.run("el('scroll').focus(); await choose(0)")
+        await tab.press("c")
+        marks = f"return [...{FIND}All('mark')].map((mark) => mark.textContent)"
+        heads = f"return [...{FIND}All('#sample h3')].map((head) => head.firstChild.textContent)"
+        seen = []
+        for at in (1, 2):
+            await tab.run(f"await choose({at})")
+            seen.append([await tab.run(marks), await tab.run(heads)])
+        await tab.press("c")
+        await tab.run("await new Promise((done) => setTimeout(done, 100))")
+        alone = await tab.run(f"return {FIND}('#sample h2').textContent")
+        return seen, alone, tab.problems
+
+    seen, alone, problems = chromium.visit(write(write_dump(tmp_path, lines)), scene)
+    assert seen == [
+        [["5", "17"], ["question of both", "written", "written"]],
+        [["0", "1", "the sum is 5", "other"], ["question", "question", "written", "written"]],
+    ]
+    assert (alone, problems) == ("Step 1, slot 1, member 0", [])
+
+
 def test_questions_have_their_solve_rate_at_each_step(tmp_path):
     lines = [
         sample(ordinal, index, input=f"question {ordinal % 2}", reward=float(reward))
@@ -194,6 +222,11 @@ def test_hostile_texts_are_shown_and_run_nothing(tmp_path):
         for number in range(len(HOSTILE)):
             await tab.run(f"await choose({number})")
             shown.append(await tab.run(f"return {FIND}('.written .text').textContent"))
+        await tab.run("await choose(0); hold()")
+        for number in range(1, len(HOSTILE)):
+            await tab.run(f"await choose({number})")
+            sides = f"return [...{FIND}All('.pair .written .text')].map((text) => text.textContent)"
+            assert await tab.run(sides) == [shown[0], shown[number]] * 2
         num_elements = await tab.run(f"return {FIND}All('img, iframe, #sample script').length")
         return shown, num_elements, await tab.run("return document.title"), tab
 

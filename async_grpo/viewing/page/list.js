@@ -57,7 +57,7 @@ function drawList() {
   const last = Math.min(first + Math.ceil(scroll.clientHeight / ROW_PX) + 2 * NUM_SPARE, all.length);
   const lines = [];
   for (let at = first; at < last; at++) {
-    const line = make("div", { class: "line", role: "option", id: `line-${at}`, "aria-selected": String(at === page.at),
+    const line = make("div", { class: page.view === "samples" && all[at] === page.held ? "line held" : "line", role: "option", id: `line-${at}`, "aria-selected": String(at === page.at),
       "aria-setsize": all.length, "aria-posinset": at + 1, onclick: () => choose(at) },
       ...names.map((name) => make("span", { class: name }, cell(name, all[at]))));
     line.style.top = `${at * ROW_PX}px`;

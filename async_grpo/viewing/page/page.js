@@ -11,7 +11,7 @@ const HIDDEN = new RegExp("[\\u0000-\\u0008\\u000b-\\u001f\\u007f-\\u009f\\u200b
   + "\\u2060\\u2066-\\u2069\\ufeff]|\\p{Cs}", "gu");  // control, direction, no width, lone surrogates
 const page = {
   header: null, columns: {}, heads: [], blocks: new Map(), ranks: new Map(),  // of the data
-  view: "samples", order: new Uint32Array(0), questions: [], at: -1, chosen: -1, colouring: "advantage",  // of what is shown
+  view: "samples", order: new Uint32Array(0), questions: [], at: -1, chosen: -1, held: -1, colouring: "advantage",  // of what is shown
   sorts: { samples: { by: "", isFalling: false }, questions: { by: "", isFalling: false } },
   search: { wanted: "", hits: null, done: 1 }, alarms: [],
 };
@@ -116,6 +116,7 @@ function pageKeys(event) {
   if (event.ctrlKey || event.metaKey || event.altKey || /^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName)) return;
   if (event.key === "/") el("question").focus();
   else if (event.key === "o") el("output").focus();
+  else if (event.key === "c" && page.view === "samples") hold();
   else if (event.key === "t") el("theme").click();
   else if (event.key === "q" && page.view === "questions") lookAt("samples");
   else if (event.key === "q") page.chosen < 0 ? lookAt("questions") : openQuestion(page.chosen);

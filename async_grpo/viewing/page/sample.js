@@ -1,6 +1,7 @@
 /* One sample: its facts, its group, its turns and their tokens. */
 
 async function showSample(i) {
+  if (page.held >= 0 && page.held !== i) return showPair(page.held, i);
   const told = await detailOf(i);
   if (page.chosen !== i) return;  // another was chosen meanwhile
   const c = page.columns;
@@ -24,7 +25,8 @@ function titleOf(i) {
 
 function headOf(i) {
   return make("div", { class: "bar" }, make("h2", {}, titleOf(i)),
-    ...barButtons(["Its question", "the question's solve rate over time (q)", () => openQuestion(i)]));
+    ...barButtons([page.held === i ? "Held: choose another" : "Compare", "hold it, and show the next one beside it (c)", hold],
+      ["Its question", "the question's solve rate over time (q)", () => openQuestion(i)]));
 }
 
 function barButtons(...buttons) {
@@ -118,13 +120,12 @@ function turnsOf(i, told, rows) {
     const isPrompt = isRead && !(turn.row in ends);  // which is not among its row's output tokens
     const from = ends[turn.row] ?? 0, to = isPrompt ? 0 : from + (turn.num_tokens ?? 0);
     ends[turn.row] = to;
-    const role = { environment: n ? "read" : "question", model: "written", given: "given" }[turn.role];
     const notes = [`${turn.num_tokens} tokens`, turn.row && `row ${turn.row}`,
       isLong && turn.finish_reason && `ended by ${turn.finish_reason}`, isLong && turn.worker].filter(Boolean);
     const hasTokens = row && to > from && to <= row.tokens.length;
     const body = textOf(hasTokens ? tokensOf(i, told, rows, turn.row, from, to) : turn.text ?? "");
     return make("article", { class: `turn ${isRead ? "read" : "written"}` },
-      make("h3", {}, role, make("small", {}, notes.join(", "))), body);
+      make("h3", {}, roleOf(turn, n), make("small", {}, notes.join(", "))), body);
   });
 }
 
