@@ -143,6 +143,37 @@ def test_heads_sort_and_bars_and_alarms_of_the_curves_tell(tmp_path):
     assert problems == []
 
 
+def test_markdown_and_formulas_are_shown_and_what_a_text_says_is_never_an_attribute(tmp_path):
+    output = (
+        "# Head\n\n**so** $\\frac{a}{b}$ <b onclick=x>\n\n$\\left($\n\n```html\n<img src=x>\n```\n"
+        "[a](javascript:alert(1)) \\boxed{7} $\\href{javascript:x}{y}$"
+    )
+
+    async def scene(tab):
+        await tab.run("await choose(0)")
+        await tab.press("m")
+        await tab.run("await new Promise((done) => setTimeout(done, 100))")
+        shown = f"{FIND}('.written .text')"
+        names = f"return [...{shown}.querySelectorAll('*')].map((each) => each.localName)"
+        attributes = (
+            f"return [...{shown}.querySelectorAll('*')].flatMap((each) => each.getAttributeNames())"
+        )
+        boxes = f"const box = {shown}.querySelector('mfrac').getBoundingClientRect();"
+        found = [await tab.run(names), await tab.run(attributes)]
+        found.append(await tab.run(f"{boxes} return box.height > box.width"))
+        await tab.press("m")
+        await tab.run("await new Promise((done) => setTimeout(done, 100))")
+        return *found, await tab.run(f"return {shown}.textContent"), tab.problems
+
+    page = write(write_dump(tmp_path, [sample(0, output=output)]))
+    names, attributes, is_drawn, plain, problems = chromium.visit(page, scene)
+    assert {"h4", "strong", "mfrac", "pre", "code"} <= set(names)
+    assert not {"b", "img", "a"} & set(names)
+    assert set(attributes) <= {"class", "stretchy", "fence"}
+    assert is_drawn
+    assert (plain, problems) == (output, [])
+
+
 def test_two_samples_stand_side_by_side_with_what_differs_marked(tmp_path):
     lines = [
         sample(0, 0, output="the sum is 5"), sample(0, 1, output="the sum is 17"),
@@ -227,6 +258,11 @@ def test_hostile_texts_are_shown_and_run_nothing(tmp_path):
             await tab.run(f"await choose({number})")
             sides = f"return [...{FIND}All('.pair .written .text')].map((text) => text.textContent)"
             assert await tab.run(sides) == [shown[0], shown[number]] * 2
+        await tab.run("format()")
+        await tab.run("await new Promise((done) => setTimeout(done, 100)); hold()")
+        for number in range(len(HOSTILE)):
+            await tab.run(f"await choose({number})")
+            assert await tab.run(f"return {FIND}All('.formatted').length") == 4
         num_elements = await tab.run(f"return {FIND}All('img, iframe, #sample script').length")
         return shown, num_elements, await tab.run("return document.title"), tab
 

@@ -25,8 +25,8 @@ HERE = Path(__file__).parent
 BLOCK_BYTES = 2**20  # of JSON in a block: what looking at a sample inflates
 COMPRESSION = 6
 CODE = (
-    "weight.js", "provenance.js", "sample.js", "curves.js", "filters.js", "questions.js",
-    "compare.js", "list.js", "page.js",
+    "weight.js", "math.js", "markdown.js", "provenance.js", "sample.js", "curves.js",
+    "filters.js", "questions.js", "compare.js", "list.js", "page.js",
 )  # fmt: skip
 OPTIONS = (  # of the run: the page shows them and computes with them
     "algorithm", "advantage", "aggregation", "constant_length_samples", "ratio_level",

@@ -112,12 +112,12 @@ const roleOf = (turn, n) => ({ environment: n ? "read" : "question", model: "wri
 const turnOfBoth = (turn) => make("article", { class: "turn read" }, make("h3", {}, "question of both"), textOf(turn.text ?? ""));
 
 function turnsOfPair(n, ...turns) {
-  const sides = differences(...turns.map((turn) => turn?.text ?? ""));
+  const sides = page.isFormatted ? [[], []] : differences(...turns.map((turn) => turn?.text ?? ""));
   return make("div", { class: "pair" }, ...turns.map((turn, side) => {
     const parts = sides[side].map(([text, isOwn]) => (isOwn ? make("mark", { class: side ? "right" : "left" }, text) : text));
     return make("article", { class: `turn ${turn?.role === "environment" ? "read" : "written"}` },
       make("h3", {}, roleOf(turn, n) || "no such turn", make("small", {}, turn ? `${turn.num_tokens} tokens` : "")),
-      make("div", { class: "text", dir: "auto" }, ...parts));
+      textOf(page.isFormatted ? turn?.text ?? "" : parts));
   }));
 }
 

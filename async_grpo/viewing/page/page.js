@@ -11,16 +11,16 @@ const HIDDEN = new RegExp("[\\u0000-\\u0008\\u000b-\\u001f\\u007f-\\u009f\\u200b
   + "\\u2060\\u2066-\\u2069\\ufeff]|\\p{Cs}", "gu");  // control, direction, no width, lone surrogates
 const page = {
   header: null, columns: {}, heads: [], blocks: new Map(), ranks: new Map(),  // of the data
-  view: "samples", order: new Uint32Array(0), questions: [], at: -1, chosen: -1, held: -1, colouring: "advantage",  // of what is shown
+  view: "samples", order: new Uint32Array(0), questions: [], at: -1, chosen: -1, held: -1, colouring: "advantage", isFormatted: false,  // of what is shown
   sorts: { samples: { by: "", isFalling: false }, questions: { by: "", isFalling: false } },
   search: { wanted: "", hits: null, done: 1 }, alarms: [],
 };
 
 function make(tag, attributes = {}, ...children) {
-  const space = tag === "svg" || attributes.svg ? "2000/svg" : "1999/xhtml";
+  const space = attributes.math ? "1998/Math/MathML" : tag === "svg" || attributes.svg ? "2000/svg" : "1999/xhtml";
   const node = document.createElementNS(`http://www.w3.org/${space}`, tag);
   for (const [name, value] of Object.entries(attributes)) {
-    if (name === "svg" || value === false || value === undefined) continue;
+    if (name === "svg" || name === "math" || value === false || value === undefined) continue;
     if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
     else node.setAttribute(name, value);
   }
@@ -117,6 +117,7 @@ function pageKeys(event) {
   if (event.key === "/") el("question").focus();
   else if (event.key === "o") el("output").focus();
   else if (event.key === "c" && page.view === "samples") hold();
+  else if (event.key === "m") format();
   else if (event.key === "t") el("theme").click();
   else if (event.key === "q" && page.view === "questions") lookAt("samples");
   else if (event.key === "q") page.chosen < 0 ? lookAt("questions") : openQuestion(page.chosen);

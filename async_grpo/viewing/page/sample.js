@@ -7,14 +7,14 @@ async function showSample(i) {
   const c = page.columns;
   const rows = (told.rows || []).map((row, number) => withWeights(i, told, row, number));
   history.replaceState(null, "", `#${c.ordinal[i]}.${c.attempt[i]}.${c.index[i]}`);
-  const hint = rows.length
+  const hint = page.isFormatted && rows.length ? "Tokens are shown with texts as they are (m)." : rows.length
     ? "Choose a token, by a click or with the arrow keys, to see how its weight came about."
     : "A run with --dump-token-columns dumps its tokens: then each has a colour and a provenance here.";
-  el("sample").replaceChildren(headOf(i), factsOf(i, told), groupOf(i), ...coloursOf(rows), ...turnsOf(i, told, rows),
+  el("sample").replaceChildren(headOf(i), factsOf(i, told), groupOf(i), ...coloursOf(page.isFormatted ? [] : rows), ...turnsOf(i, told, rows),
     make("section", { id: "provenance", "aria-live": "polite" }, make("p", { class: "hint" }, hint)));
   el("sample").scrollTop = 0;
   document.body.classList.add("reading");
-  colour(rows);
+  if (!page.isFormatted) colour(rows);
   markFound();
 }
 
@@ -30,7 +30,10 @@ function headOf(i) {
 }
 
 function barButtons(...buttons) {
-  return [make("span", { class: "buttons" }, ...buttons.map(([text, title, onclick]) => make("button", { type: "button", title, onclick }, text)),
+  const isOn = String(page.isFormatted);
+  return [make("span", { class: "buttons" },
+    make("button", { type: "button", title: "markdown and LaTeX, or the texts as they are (m)", "aria-pressed": isOn, onclick: format }, "Formatted"),
+    ...buttons.map(([text, title, onclick]) => make("button", { type: "button", title, onclick }, text)),
     make("button", { type: "button", class: "close", onclick: leaveSample }, "Back"))];
 }
 
@@ -122,7 +125,7 @@ function turnsOf(i, told, rows) {
     ends[turn.row] = to;
     const notes = [`${turn.num_tokens} tokens`, turn.row && `row ${turn.row}`,
       isLong && turn.finish_reason && `ended by ${turn.finish_reason}`, isLong && turn.worker].filter(Boolean);
-    const hasTokens = row && to > from && to <= row.tokens.length;
+    const hasTokens = row && !page.isFormatted && to > from && to <= row.tokens.length;
     const body = textOf(hasTokens ? tokensOf(i, told, rows, turn.row, from, to) : turn.text ?? "");
     return make("article", { class: `turn ${isRead ? "read" : "written"}` },
       make("h3", {}, roleOf(turn, n), make("small", {}, notes.join(", "))), body);
@@ -130,7 +133,16 @@ function turnsOf(i, told, rows) {
 }
 
 function textOf(content) {
-  return make("div", { class: "text", dir: "auto" }, ...[content].flat());
+  const isFormatted = page.isFormatted && typeof content === "string";
+  const body = isFormatted ? markdownOf(content).map(grown) : [content].flat();
+  return make("div", { class: isFormatted ? "text formatted" : "text", dir: "auto" }, ...body);
+}
+
+/* Markdown and formulas as a reader of a book has them, or texts as they are. */
+function format() {
+  page.isFormatted = !page.isFormatted;
+  const row = page.view === "questions" && page.questions[page.at];
+  if (row) showQuestion(row); else if (page.chosen >= 0) showSample(page.chosen);
 }
 
 function tokensOf(i, told, rows, number, from, to) {
