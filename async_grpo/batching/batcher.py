@@ -72,10 +72,11 @@ class ExperienceBatcher:
             of_scoring=pipeline.scoring.teachers.sums,
             types=config.data.types,
         )
-        self._log = SampleLog(
+        self.log = SampleLog(
             recorder if config.recording.dump_samples_filename else None,
             next_ordinal=self._window.next_ordinal,
             has_tokens=config.recording.dump_token_columns,
+            batch_size=config.batching.batch_size,
         )
         self._slots = Slots(
             plan=plan,
@@ -83,7 +84,7 @@ class ExperienceBatcher:
             window=self._window,
             ledger=self._ledger,
             sums=self._sums,
-            log=self._log,
+            log=self.log,
             begin=begin,
             finished=self._finished,
             settled=self._settled,
@@ -162,7 +163,7 @@ class ExperienceBatcher:
 
     def _finished(self, group: Group, step: StepKey) -> None:
         fates = tuple(self._settle(sample, step) for sample in without_texts(group.samples))
-        self._log.write(group, batch=step.batch, fates=fates)
+        self.log.write(group, batch=step.batch, fates=fates)
 
     def _settled(self, step: StepKey, is_last: bool) -> None:
         if is_last:
@@ -230,16 +231,16 @@ class ExperienceBatcher:
             )
             minibatches.append(Minibatch(formed.index, parts))
             self._payloads.sent(parts)
-        self._log.sent(minibatches)
+        self.log.sent(minibatches)
         return tuple(minibatches)
 
     async def _ends_of_step(self, step: StepKey) -> list[EndOfStep]:
         """One for each rank; only rank 0's has the resume point and the evaluations."""
-        await self._log.flush()  # the dump must have all samples that a checkpoint counts
+        await self.log.flush()  # the dump must have all samples that a checkpoint counts
         await self._payloads.step_ended()
         end = self._end_of_step(step)
         config = self._plan.config
-        await self._log.end_step(end, config.batching, ratio_mode=config.mode)
+        await self.log.end_step(end, config.batching, ratio_mode=config.mode)
         return [end] + [replace(end, resume=None, evaluations=())] * (self._plan.num_ranks - 1)
 
     def _end_of_step(self, step: StepKey) -> EndOfStep:
@@ -264,8 +265,8 @@ class ExperienceBatcher:
             reasons=ended.reasons,
             tokens={fate: ended.tokens[fate] for fate in FATES} | ended.token_reasons,
             sums=sums,
-            clock=self._pipeline.take_clock() | {"unwritten_samples": self._log.num_lost},
-            notices=self._log.take_notices(),
+            clock=self._pipeline.take_clock() | {"unwritten_samples": self.log.num_lost},
+            notices=self.log.take_notices(),
             evaluations=self._evaluations.take(),
             resume=self._resume_point(),
             controls=controls,

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING
 
 from async_grpo.batching.admission import FIRST_STEP
 from async_grpo.batching.failures import SlotFailed, nothing_graded
@@ -40,6 +41,9 @@ from async_grpo.types import (
 from async_grpo.util.errors import NoWorkerError, WorkerError
 from async_grpo.util.waiting import together
 
+if TYPE_CHECKING:
+    from async_grpo.batching.sample_log import SampleLog
+
 logger = logging.getLogger(__name__)
 STILL_RUNNING = "the evaluation before it was still running"
 
@@ -52,6 +56,7 @@ class Evaluations:
     pipeline: SlotPipeline
     registry_of: RegistryOf
     begin: Begin
+    log: SampleLog | None = None  # of the run's samples
     _running: asyncio.Task[None] | None = None
     _results: list[EvaluationResult] = field(default_factory=list)  # not taken yet
     _asked: set[int] = field(default_factory=set)  # numbers of batches, by `ask`
@@ -108,8 +113,14 @@ class Evaluations:
         with held as hold:
             for each in due:
                 num_at_once = partial(self._num_at_once, each.config.samples, hold)
-                evaluation = SetEvaluation(each, self.pipeline, version, hold, num_at_once)
+                evaluation = SetEvaluation(
+                    each, self.pipeline, version, hold, num_at_once, log=self.log
+                )
                 result = await evaluation.run()
+                if self.log:
+                    await (
+                        self.log.flush()
+                    )  # after the last evaluation the recorder ends with the run
                 name = each.config.name or "held-out questions"
                 logger.info("evaluated %s of weights %s", name, version)
                 self._results.append(result)  # after the await: `take` replaces the list
@@ -131,6 +142,7 @@ class SetEvaluation:
     version: WeightsVersion  # the evaluated one
     hold: Hold | None  # of the worker that keeps it; None: any worker samples
     num_at_once: Callable[[], int]  # questions in work; may decrease meanwhile
+    log: SampleLog | None = None
     _ledger: Ledger = field(default_factory=Ledger)  # apart from the run's: nothing is trained
     _sampled: list[WeightsVersion] = field(default_factory=list)  # oldest and newest of all tokens
     _outcomes: dict[int, QuestionOutcome] = field(default_factory=dict)
@@ -194,6 +206,10 @@ class SetEvaluation:
         spans = (span.version for row in rows for span in row.weights_versions)
         versions = [*self._sampled, *spans]
         self._sampled = [min(versions), max(versions)] if versions else []
+        if self.log:
+            answers = zip(episodes, verdicts, strict=True)
+            evaluated = config.name, self.version.batches
+            self.log.held_out(question, answers, number=number, evaluated=evaluated)
         return _outcome(question.dataset_type, episodes, verdicts)
 
 

@@ -47,12 +47,14 @@ class SampleLog:
         *,
         next_ordinal: int = 0,
         has_tokens: bool = False,
+        batch_size: int = 1,
     ) -> None:
         """`recorder`: None dumps nothing. It cuts the dump back to `next_ordinal` first."""
         self._recorder = recorder
         self._writer = uuid.uuid4().hex
         self._next_ordinal = next_ordinal
         self._has_tokens = has_tokens
+        self._batch_size = batch_size
         self._queue: list[tuple[int, bytes]] = []  # (number of samples, their pickled lines)
         self._queued_bytes = 0
         self._sending: asyncio.Task[None] | None = None
@@ -81,6 +83,30 @@ class SampleLog:
         lines = [
             _line(sample, group.attempt, batch, fate, has_tokens=self._has_tokens)
             for sample, fate in zip(group.samples, fates, strict=True)
+        ]
+        self._queue_up(lines, num_samples=len(lines))
+
+    def held_out(
+        self,
+        question: Question,
+        answers: Iterable[tuple[Episode, Verdict]],
+        *,
+        number: int,
+        evaluated: tuple[str, int],
+    ) -> None:
+        """Queue a held-out question's lines; `evaluated`: its set, and the weights' batches.
+
+        The ordinal is the last slot of the batch that begins with these weights: a run that goes on
+        from there evaluates them again, so that the dump is cut back to the evaluations before.
+        """
+        if self._recorder is None:
+            return
+        name, batch = evaluated
+        own = {"ordinal": (batch + 1) * self._batch_size - 1, "advantage": None}
+        lines = [
+            _line(Sample(number, index, question, *answer, advantage=0.0), 0, batch, "held_out")
+            | {**own, "set": name, "question": number}
+            for index, answer in enumerate(answers)
         ]
         self._queue_up(lines, num_samples=len(lines))
 
@@ -177,7 +203,7 @@ class SampleLog:
 
 
 def _line(
-    sample: Sample, attempt: int, batch: int, fate: str, *, has_tokens: bool
+    sample: Sample, attempt: int, batch: int, fate: str, *, has_tokens: bool = False
 ) -> dict[str, object]:
     """The line of a sample; `SampleDump.cut_back` reads its first two columns."""
     question, verdict, episode = sample.question, sample.verdict, sample.episode

@@ -72,6 +72,7 @@ class ServedRun:
             begin=self._begin,
             recorder=recorder,
         )
+        self.evaluations.log = self.batcher.log
         self._registry_of = registry_of
         self._stall_timeout_s = config.places.stall_timeout_s
         scorers = named((need.role for need in plan.rules.needs), config.teacher_names)

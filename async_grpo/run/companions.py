@@ -3,7 +3,7 @@
 The recorder writes the dump of samples.
 
 consumes:     lines of samples, from the run's batcher
-produces:     the dump of samples, and one of the samples in each gradient step
+produces:     the dump of samples, one of held-out samples, and one of each gradient step's samples
 waits for:    nothing: it writes each call's lines before the next call begins
 unblocked by: –
 
@@ -40,7 +40,7 @@ from async_grpo.algorithms.base import Algorithm, GroupRules, LocalRules
 from async_grpo.cluster import handles
 from async_grpo.config.run_options import RecordingOptions
 from async_grpo.environments.chat.find import find_tokenizer
-from async_grpo.telemetry.sample_dump import UNLIMITED, SampleDump, steps_file
+from async_grpo.telemetry.sample_dump import UNLIMITED, SampleDump, held_out_file, steps_file
 from async_grpo.types import Group
 from async_grpo.util import deadlines
 from async_grpo.util.errors import WorkerError
@@ -61,6 +61,7 @@ class RunRecorder:
         """`model`: its tokenizer decodes what the model has read between turns of an episode."""
         self._model = model
         self._dump = SampleDump(Path(path), max_bytes=max_bytes)
+        self._held_out = SampleDump(held_out_file(Path(path)), max_bytes=max_bytes)
         self._steps = SampleDump(steps_file(Path(path)), unit="steps")
         self._writer = ""
         self._earlier: set[str] = set()
@@ -80,14 +81,17 @@ class RunRecorder:
         if writer != self._writer:
             self._earlier.add(self._writer)
             self._writer = writer
-            self._dump.cut_back(next_ordinal)
-            self._steps.cut_back(next_ordinal)
+            for dump in (self._dump, self._held_out, self._steps):
+                dump.cut_back(next_ordinal)
         for lines in map(pickle.loads, groups):
             if isinstance(lines, dict):
                 self._steps.write([lines])
             else:
-                self._dump.write([self._in_words(line) for line in lines])
-        return self._dump.num_lost, self._dump.take_notices() + self._steps.take_notices()
+                dump = self._held_out if "set" in lines[0] else self._dump
+                dump.write([self._in_words(line) for line in lines])
+        notices = (*self._dump.take_notices(), *self._held_out.take_notices())
+        num_lost = self._dump.num_lost + self._held_out.num_lost
+        return num_lost, (*notices, *self._steps.take_notices())
 
     def _in_words(self, line: dict[str, Any]) -> dict[str, Any]:
         """The line with text in place of the token ids that the model has read between turns."""

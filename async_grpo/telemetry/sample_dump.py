@@ -122,6 +122,11 @@ def steps_file(path: Path) -> Path:
     return path.with_name(f"{path.stem}.steps{path.suffix}")
 
 
+def held_out_file(path: Path) -> Path:
+    """The file beside the dump `path` with the samples of evaluations."""
+    return path.with_name(f"{path.stem}.held_out{path.suffix}")
+
+
 def tokens_file(path: Path, rank: int) -> Path:
     """The file of the tokens of the dump that a rank has trained, with --dump-token-columns."""
     return path.with_name(f"{path.stem}.rank_{rank}{path.suffix}")
@@ -137,4 +142,5 @@ def token_files(path: Path) -> list[Path]:
 
 def all_files(path: Path) -> list[Path]:
     """All existing files of the dump `path`."""
-    return [*dump_files(path), *dump_files(steps_file(path)), *token_files(path)]
+    beside = (path, held_out_file(path), steps_file(path))
+    return [*(file for each in beside for file in dump_files(each)), *token_files(path)]

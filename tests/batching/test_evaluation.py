@@ -1,6 +1,7 @@
 """Held-out questions, graded beside the run."""
 
 import asyncio
+import json
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ from scripted_run import INCARNATION, ROWS, Run, make_config, split_steps
 from async_grpo.batching.evaluations import STILL_RUNNING, SetEvaluation, first_seed
 from async_grpo.config.evaluation_sets import SAMPLES_PER_QUESTION
 from async_grpo.environments.base import EpisodeFailed, FailureClass
+from async_grpo.telemetry.sample_dump import held_out_file
 from async_grpo.types import Control, WeightsVersion
 from async_grpo.util.errors import NoWorkerError, WorkerError
 
@@ -41,8 +43,11 @@ def questions(num_questions):
     return tuple(make_question() for _ in range(num_questions))
 
 
-def make_script(**changes):
-    config = make_config(samples_per_question=SAMPLES_PER_QUESTION, num_training_batches=1)
+def make_script(*, dump=None, **changes):
+    recording = {"output_dir": str(dump), "dump_samples_filename": "samples.jsonl"} if dump else {}
+    config = make_config(
+        samples_per_question=SAMPLES_PER_QUESTION, num_training_batches=1, **recording
+    )
     return Script(config=config, **changes)
 
 
@@ -55,6 +60,40 @@ def test_rewards_and_correct_answers_are_counted():
     assert result.num_correct == sum(group.count(1.0) for group in rewards)
     assert result.num_solved == sum(1.0 in group for group in rewards)
     assert 0 < result.num_solved < 20
+
+
+def held_out_lines(folder):
+    file = held_out_file(folder / "samples.jsonl")
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_held_out_answers_are_dumped_with_their_set_and_question(tmp_path):
+    script = make_script(seed=4, dump=tmp_path)
+    result, running = evaluate(script, num_questions=20)
+    lines = held_out_lines(tmp_path)
+    assert len(lines) == result.num_samples == 80
+    rewards = {(n, k): reward for n in range(20) for k, reward in enumerate(script.rewards(n))}
+    assert {(line["question"], line["index"]): line["reward"] for line in lines} == rewards
+    first = lines[0]
+    assert (first["set"], first["fate"], first["batch"]) == ("", "held_out", 0)
+    assert first["advantage"] is None
+    assert first["ordinal"] == running.config.batching.batch_size - 1
+
+
+def test_a_run_that_goes_on_from_weights_dumps_their_held_out_answers_once(tmp_path):
+    script = make_script(seed=4, dump=tmp_path)
+    _, running = evaluate(script, num_questions=3)
+    before = held_out_lines(tmp_path)
+    running.serve()
+
+    async def again():
+        await running.publish(0)
+        return await running.served.evaluations.finished()
+
+    run(again())
+    keys = [sorted((line["question"], line["index"]) for line in lines)
+            for lines in (before, held_out_lines(tmp_path))]  # fmt: skip
+    assert keys[0] == keys[1] == [(n, k) for n in range(3) for k in range(SAMPLES_PER_QUESTION)]
 
 
 def test_questions_are_played_in_the_environment_of_their_type():

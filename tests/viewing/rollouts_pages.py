@@ -35,10 +35,18 @@ def sample(ordinal, index=0, **changes):
     return line | changes
 
 
-def write_dump(folder, lines, *, tail=b"", **params):
+def held_out(batch, number, index=0, **changes):
+    own = {"set": "", "question": number, "fate": "held_out", "advantage": None}
+    return sample(2 * batch + 1, index, batch=batch, **(own | changes))
+
+
+def write_dump(folder, lines, *, tail=b"", evaluated=(), **params):
     folder.mkdir(parents=True, exist_ok=True)
     content = b"".join(to_json(line) + b"\n" for line in lines)
     (folder / "samples.jsonl").write_bytes(content + tail)
+    if evaluated:
+        content = b"".join(to_json(line) + b"\n" for line in evaluated)
+        (folder / "samples.held_out.jsonl").write_bytes(content)
     params = {"batch_size": 2, "aggregation": "sample-mean", "model_name_or_path": ""} | params
     (folder / "training_params.json").write_text(json.dumps(params))
     return folder

@@ -4,7 +4,7 @@ import json
 
 import chromium
 import pytest
-from rollouts_pages import sample, write, write_dump
+from rollouts_pages import held_out, sample, write, write_dump
 from test_rollouts_page import HOSTILE
 from test_token_weights import trained_run
 
@@ -140,6 +140,31 @@ def test_heads_sort_and_bars_and_alarms_of_the_curves_tell(tmp_path):
     )
     assert (ends, num_grounds) == ([8, None], 4)  # two of each curve; JSON has no infinity
     assert set(chosen) == {0.5} and len(chosen) == 27
+    assert problems == []
+
+
+def test_held_out_answers_are_listed_and_have_a_curve_of_their_own(tmp_path):
+    lines = [sample(n, reward=0.25) for n in range(8)]
+    evaluated = [held_out(b, n, k, reward=b / 4) for b in (0, 2, 4) for n in (0, 1) for k in (0, 1)]
+    page = write(write_dump(tmp_path, lines, evaluated=evaluated))
+
+    async def scene(tab):
+        curves = await tab.run(f"return {FIND}All('.curve.held-out').length")
+        trained = await tab.run("return page.whole.get('reward').map((point) => point[1])")
+        await tab.run("el('set').value = 1; applyFilters(); await choose(5)")
+        listed = await tab.run("return [page.order.length, el('sample').textContent]")
+        group = await tab.run(f"return {FIND}All('#sample .group button').length")
+        return curves, trained, *listed, group, await tab.run("return location.hash"), tab.problems
+
+    curves, trained, listed, told, group, address, problems = chromium.visit(page, scene)
+    assert (curves, trained) == (2, [0.25] * 4)
+    assert (listed, group) == (12, 2)
+    assert told.startswith("After step 2, held-out question 0, member 1")
+
+    async def reopened(tab):
+        return await tab.run(f"return {FIND}('#sample h2').textContent")
+
+    assert chromium.visit(f"{page}{address}", reopened) == told.partition("Formatted")[0]
     assert problems == []
 
 

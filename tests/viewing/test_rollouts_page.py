@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from rollouts_pages import Page, sample, write, write_dump
+from rollouts_pages import Page, held_out, sample, write, write_dump
 
 from async_grpo.cli.main import main
 from async_grpo.util.errors import DataError
@@ -32,6 +32,31 @@ def test_a_page_holds_every_sample_of_the_dump_in_its_order(tmp_path):
     assert page.labels("fate") == ["trained"] * 12
     assert [told["output"] for told in page.details] == ["an answer"] * 12
     assert page.header["num_found"] == page.header["num_samples"] == 12
+
+
+def test_held_out_samples_follow_those_of_training_with_the_step_that_they_came_after(tmp_path):
+    evaluated = [held_out(batch, number) for batch in (0, 4) for number in range(3)]
+    named = held_out(4, 0, set="<b>math")
+    folder = write_dump(tmp_path, [sample(0), sample(9)], evaluated=[*evaluated, named])
+    page = Page(write(folder))
+    assert page.labels("set") == ["training"] * 2 + ["held-out"] * 6 + ["<b>math"]
+    assert page.columns["step"] == [1, 5, 0, 0, 0, 4, 4, 4, 4]
+    assert page.columns["ordinal"] == [0, 9, 0, 1, 2, 0, 1, 2, 0]
+    assert page.header["num_found"] == 9
+
+
+def test_of_a_long_dump_evaluations_keep_the_same_questions(tmp_path):
+    evaluated = [held_out(batch, number) for batch in range(10) for number in range(50)]
+    page = Page(write(write_dump(tmp_path, [sample(0)], evaluated=evaluated), max_samples=100))
+    found = [
+        [
+            n
+            for n, b in zip(page.columns["ordinal"], page.columns["batch"], strict=True)
+            if b == batch
+        ]
+        for batch in range(1, 10)
+    ]
+    assert all(each == found[0] for each in found) and 5 <= len(found[0]) <= 15
 
 
 def test_rotated_files_are_read_the_oldest_first(tmp_path):

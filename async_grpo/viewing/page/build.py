@@ -109,9 +109,10 @@ def _read(
             if words is None and "output_token_ids" in line:
                 words = Words(find_tokenizer(str(dump.config.get("model_name_or_path", ""))))
             try:
-                key = key_of(line)
+                key, is_held_out = key_of(line), "set" in line
                 content = detail(line, trained=partial(trained.of, key), words=words)
-                place = {"step": step_of(line, dump.config)} | places.get(key, {})
+                place = {"step": step_of(line, dump.config)}
+                place |= {} if is_held_out else places.get(key, {})
                 columns.add(line, place, dump.config)
             except NOT_OURS as error:
                 dump.broken(f"{type(error).__name__}: {error}")
@@ -126,9 +127,13 @@ def step_of(line: Line, config: Line) -> int:
 
     >>> step_of({"batch": 2, "ordinal": 21}, {"batch_size": 8, "train_minibatch_size": 4})
     6
+    >>> step_of({"batch": 2, "set": "math"}, {"batch_size": 8, "train_minibatch_size": 4})  # after
+    4
     """
     size = config.get("batch_size") or 1
     per_step = config.get("train_minibatch_size") or size
+    if "set" in line:
+        return int(line["batch"] * (size // per_step))
     within = (line["ordinal"] - line["batch"] * size) // per_step if per_step < size else 0
     return int(line["batch"] * (size // per_step) + within + 1)
 

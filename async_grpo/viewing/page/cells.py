@@ -23,7 +23,8 @@ NUMBERS = {
     "num_input_tokens": "I", "num_output_tokens": "I", "num_trained_tokens": "I", "round": "I",
     "rank": "I", "oldest": "I", "attempt": "H", "index": "H",
 }  # fmt: skip
-CATEGORIES = ("fate", "dataset_type", "verdict", "finish_reason", "adapter")
+TRAINING = "training"  # among the names of sets
+CATEGORIES = ("set", "fate", "dataset_type", "verdict", "finish_reason", "adapter")
 Column = Any  # a value of a line: None, a list with a value a token, or such a list a row
 NONE = 2**32 - 1  # in an unsigned column: unknown
 MAX_HEAD = 200  # characters of a question that filters read and lists show
@@ -46,6 +47,7 @@ class Columns:
     def add(self, line: Line, place: Mapping[str, int], config: Line) -> None:
         """Append a sample; `place`: its step, and its round and rank if they are known."""
         known = {
+            "set": TRAINING,
             **line,
             **place,
             "question": self._question(str(line.get("input") or "")),
@@ -56,7 +58,7 @@ class Columns:
             self.values[name].append(_number(known.get(name), kind))
         for name in CATEGORIES:
             labels = self.labels[name]
-            label = str(line.get(name) or "")
+            label = str(known.get(name) or "")
             self.values[name].append(labels.setdefault(label, len(labels)))
 
     def _question(self, text: str) -> int:

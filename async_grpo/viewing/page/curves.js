@@ -20,38 +20,41 @@ function means(order, column) {
 
 function drawCharts() {
   page.every ??= Uint32Array.from({ length: page.header.num_samples }, (_, i) => i);
-  page.whole ??= new Map(CURVES.map(([name]) => [name, means(page.every, page.columns[name])]));
+  page.whole ??= new Map(CURVES.map(([name]) => [name, means(page.every.filter((i) => !isHeldOut(i)), page.columns[name])]));
+  const trained = page.passing.filter((i) => !isHeldOut(i)), heldOut = page.passing.filter(isHeldOut);
   const width = Math.max(el("charts").clientWidth / (innerWidth > 800 ? 3 : 1.15) - 20, 240);
   el("charts").replaceChildren(...CURVES.map(([name, title]) =>
-    chart(title, means(page.passing, page.columns[name]), page.isFiltered ? page.whole.get(name) : [], { width })),
-    histogram(width));
+    chart(title, means(trained, page.columns[name]), page.isFiltered ? page.whole.get(name) : [],
+      { width, heldOut: means(heldOut, page.columns[name]) })), histogram(width, trained.length ? trained : heldOut));
 }
 
 /* `points` in colour, before those `behind` of all samples; steps with an alarm stand on a ground of their own. */
-function chart(title, points, behind, { width = Math.max(el("sample").clientWidth - 40, 240), range, onStep = showStep } = {}) {
-  const said = make("span"), all = [...points, ...behind];
-  const caption = make("figcaption", {}, make("b", {}, title), said);
+function chart(title, points, behind, { width = Math.max(el("sample").clientWidth - 40, 240), range, onStep = showStep, heldOut = [] } = {}) {
+  const said = make("span"), all = [...points, ...heldOut, ...behind], shown = [...points, ...heldOut];
+  const key = heldOut.length ? [make("i", { class: "key held-out" }), "held out "] : [];
+  const caption = make("figcaption", {}, make("b", {}, title), " ", ...key, said);
   if (!all.length) return make("figure", {}, caption, make("p", { class: "hint" }, "no numbers"));
   const [x0, x1, y0, y1] = [0, 1].flatMap((k) => (k && range) || [least(all.map((p) => p[k])), most(all.map((p) => p[k]))]);
   const x = scale(x0, x1, EDGE.left, width - EDGE.right), y = scale(y0, y1, EDGE.height - EDGE.bottom, EDGE.top);
   const mark = shape("line", { class: "mark", y1: EDGE.top, y2: EDGE.height - EDGE.bottom, x1: -9, x2: -9 });
-  const nearest = (event) => points.reduce((best, p) =>
-    (Math.abs(x(p[0]) - event.offsetX) < Math.abs(x(best[0]) - event.offsetX) ? p : best), points[0]);
+  const away = (p, event) => Math.hypot(x(p[0]) - event.offsetX, heldOut.length ? y(p[1]) - event.offsetY : 0);
+  const nearest = (event) => shown.reduce((best, p) => (away(p, event) < away(best, event) ? p : best), shown[0]);
   const say = (p) => {
     const alarms = p ? page.alarms.filter(({ from, to }) => from <= p[0] && p[0] <= to).map(({ name }) => `; alarm ${name}`) : [];
-    said.textContent = p ? ` step ${p[0]}: ${number(p[1])} over ${p[2]} samples${alarms.join("")}` : "";
+    const whose = heldOut.includes(p) ? "held-out " : "";
+    said.textContent = p ? ` step ${p[0]}: ${number(p[1])} over ${p[2]} ${whose}samples${alarms.join("")}` : "";
     for (const end of ["x1", "x2"]) mark.setAttribute(end, p ? x(p[0]) : -9);
   };
   const parts = [
     ...alarmGrounds(x, x0, x1), ...[y0, y1].map((v) => shape("line", { class: "grid", x1: EDGE.left, x2: width - EDGE.right, y1: y(v), y2: y(v) })),
-    ...[[behind, "behind"], [points, "curve"]].filter(([of]) => of.length).map(([of, name]) => path(of, name, x, y)),
-    ...(points.length < MAX_DOTS ? points : []).map((p) => shape("circle", { class: "dot", r: 2.5, cx: x(p[0]), cy: y(p[1]) })),
+    ...[[behind, "behind"], [points, "curve"], [heldOut, "curve held-out"]].filter(([of]) => of.length).map(([of, name]) => path(of, name, x, y)),
+    ...[points, heldOut].flatMap((of) => (of.length < MAX_DOTS ? of : [])).map((p) => shape("circle", { class: heldOut.includes(p) ? "dot held-out" : "dot", r: 2.5, cx: x(p[0]), cy: y(p[1]) })),
     mark, ...labelsOf([x0, x1, y0, y1], x, y, width, "step "),
   ];
   return make("figure", {}, caption, make("svg", {
     width, height: EDGE.height, role: "img", "aria-label": `${title} of steps ${x0} to ${x1}: ${number(y0)} to ${number(y1)}`,
-    onmousemove: (event) => points.length && say(nearest(event)), onmouseleave: () => say(null),
-    onclick: (event) => points.length && onStep(nearest(event)[0]),
+    onmousemove: (event) => shown.length && say(nearest(event)), onmouseleave: () => say(null),
+    onclick: (event) => shown.length && onStep(nearest(event)[0]),
   }, ...parts));
 }
 
@@ -109,11 +112,10 @@ function countsOf(order, bins) {
   return counts;
 }
 
-function histogram(width) {
+function histogram(width, order) {
   page.bins ??= binsOf(page.columns.reward);
-  page.counts ??= countsOf(page.every, page.bins);
-  const { bins } = page, counts = countsOf(page.passing, bins), said = make("span");
-  const caption = make("figcaption", {}, make("b", {}, "Samples by reward"), said), top = most(page.isFiltered ? counts : page.counts);
+  const { bins } = page, counts = countsOf(order, bins), said = make("span");
+  const caption = make("figcaption", {}, make("b", {}, "Samples by reward"), said), top = most(counts);
   if (!(top > 0)) return make("figure", {}, caption, make("p", { class: "hint" }, "no rewards"));
   const isEven = bins[0][0] !== bins[0][1], gap = isEven ? 1 : 6;
   const x = scale(0, bins.length, EDGE.left, width - EDGE.right), y = scale(0, top, EDGE.height - EDGE.bottom, EDGE.top);
@@ -124,7 +126,7 @@ function histogram(width) {
   }));
   const fields = bins.map((bin, k) => shape("rect", {
     class: "field", x: x(k), width: x(k + 1) - x(k), y: EDGE.top, height: y(0) - EDGE.top, onclick: () => showRewards(bin),
-    onmousemove: () => { said.textContent = ` ${name(bin)}: ${counts[k].toLocaleString("en")} of ${page.passing.length.toLocaleString("en")} samples`; },
+    onmousemove: () => { said.textContent = ` ${name(bin)}: ${counts[k].toLocaleString("en")} of ${order.length.toLocaleString("en")} samples`; },
   }));
   const labels = isEven ? labelsOf([bins[0][0], bins.at(-1)[1], 0, top], scale(bins[0][0], bins.at(-1)[1], EDGE.left, width - EDGE.right), y, width, "")
     : [...labelsOf([0, 0, 0, top], x, y, width, "").slice(0, 2), ...bins.map(([value], k) => shape("text", {

@@ -10,12 +10,18 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from async_grpo.telemetry.alarms import ALARMS_FILE
-from async_grpo.telemetry.sample_dump import dump_files, steps_file, token_files
+from async_grpo.telemetry.sample_dump import (
+    dump_files,
+    held_out_file,
+    steps_file,
+    token_files,
+)
 from async_grpo.util.errors import DataError
 from async_grpo.util.run_folder import METRICS_FILE, PARAMETERS_FILE
 from async_grpo.viewing.curves import json_object
 
 SAMPLES_FILENAME = "samples.jsonl"
+HELD_OUT = "held-out"  # the set without a name
 GOLDEN = 2_654_435_761  # 2^32 by the golden ratio, whose multiples spread evenly
 OF_SLOT = re.compile(rb'\{"batch": (\d+), "ordinal": (\d+),')
 OF_ROW = re.compile(
@@ -77,7 +83,9 @@ class Dump:
                 '--dump-samples-filename "" has none'
             )
         with ExitStack() as stack:
-            self._files = [stack.enter_context(file.open("rb")) for file in found]
+            files = (*found, *dump_files(held_out_file(self.path)))
+            self._files = [stack.enter_context(file.open("rb")) for file in files]
+            self._num_trained = len(found)  # files, before those of held-out samples
             self.close = stack.pop_all().close
 
     def amount(self) -> Amount:
@@ -91,17 +99,15 @@ class Dump:
         return Amount(num_lines, num_bytes)
 
     def lines(self, choice: Choice) -> Iterator[Line]:
-        """The chosen samples, the oldest first; lines that are no samples are counted."""
+        """The chosen samples, the oldest first, then the held-out ones; counts broken lines."""
         self.num_broken = 0
-        for file in self._files:
+        for number, file in enumerate(self._files):
             file.seek(0)
             for raw in file:
-                slot = OF_SLOT.match(raw)
-                if slot is not None and not choice.has(int(slot[2])):
-                    continue
-                if slot is not None and (line := parsed(raw)):
+                line = sample_of(raw, choice, is_held_out=number >= self._num_trained)
+                if line:
                     yield line
-                else:
+                elif line is not None:
                     self.broken(f"{raw[:80]!r}")
 
     def broken(self, problem: str) -> None:
@@ -120,6 +126,21 @@ class Dump:
     def measured(self) -> dict[int, Line]:
         """{step: its row of metrics}."""
         return {row["step"]: row for row in _objects(self.folder / METRICS_FILE) if "step" in row}
+
+
+def sample_of(raw: bytes, choice: Choice, *, is_held_out: bool) -> Line | None:
+    """The sample of a line, empty where it is none; None: it is not chosen.
+
+    The ordinal of a held-out sample is the number of its question: evaluations show the same ones.
+    """
+    slot = OF_SLOT.match(raw)
+    if slot is None or (not is_held_out and not choice.has(int(slot[2]))):
+        return None if slot else {}
+    line = parsed(raw)
+    if not is_held_out or "question" not in line:
+        return line
+    line |= {"ordinal": line["question"], "set": line.get("set") or HELD_OUT}
+    return line if choice.has(line["ordinal"]) else None
 
 
 class TrainedTokens:

@@ -14,7 +14,8 @@ const placeOfChosen = () => (page.view === "questions"
   ? page.questions.findIndex((row) => row.question === page.chosenQuestion) : page.order.indexOf(page.chosen));
 
 function shownColumns() {
-  const isShown = (name) => !["dataset_type", "set"].includes(name) || page.header.labels[name]?.length > 1;
+  const { dataset_type: types, set } = page.header.labels;  // a fate says whether a sample was held out
+  const isShown = (name) => (name === "dataset_type" ? types.length > 1 : name !== "set" || set.length > 2);
   return SHOWN[page.view].filter(isShown);
 }
 

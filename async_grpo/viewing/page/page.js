@@ -2,7 +2,7 @@
 
 const el = (id) => document.getElementById(id);
 const NONE = 2 ** 32 - 1;  // of a column: not known
-const CATEGORIES = ["fate", "dataset_type", "verdict", "finish_reason"];
+const CATEGORIES = ["set", "fate", "dataset_type", "verdict", "finish_reason"];
 const COLOURINGS = {
   advantage: "advantage", difference: "log-probability, trainer − engine",
   version: "version (batches behind)", weight: "weight in the gradient", "": "none",
@@ -105,11 +105,17 @@ function fillFilters() {
   }
 }
 
+const isHeldOut = (i) => page.header.labels.set[page.columns.set[i]] !== "training";
+
+/* Held-out questions have a number in each evaluation. */
+function addressOf(i) {
+  const c = page.columns, place = `${c.ordinal[i]}.${c.attempt[i]}.${c.index[i]}`;
+  return isHeldOut(i) ? `${place}.${c.set[i]}.${c.batch[i]}` : place;
+}
+
 function chosenByAddress() {
-  const wanted = location.hash.slice(1).split(".").map(Number);
-  if (wanted.length !== 3) return -1;
-  const { ordinal, attempt, index } = page.columns;
-  return ordinal.findIndex((value, i) => value === wanted[0] && attempt[i] === wanted[1] && index[i] === wanted[2]);
+  const wanted = location.hash.slice(1);
+  return /^[\d.]+$/.test(wanted) ? page.columns.ordinal.findIndex((_, i) => addressOf(i) === wanted) : -1;
 }
 
 function pageKeys(event) {

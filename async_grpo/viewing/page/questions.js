@@ -47,8 +47,8 @@ function questionCell(name, row) {
 /* The solve rate from 0 to 1, where in the run it was measured. */
 function trend(points) {
   const { width, height, edge } = TREND;
-  page.lastStep ??= most(page.header.num_samples ? page.columns.step : [1]);
-  const x = scale(Math.min(1, page.lastStep), page.lastStep, edge, width - edge), y = scale(0, 1, height - edge, edge);
+  page.lastStep ??= most(page.columns.step);
+  const x = scale(0, page.lastStep, edge, width - edge), y = scale(0, 1, height - edge, edge);
   const dots = points.length > 30 ? [] : points;
   return make("svg", { width, height, "aria-hidden": "true" },
     ...(points.length > 1 ? [path(points, "curve", x, y)] : []),

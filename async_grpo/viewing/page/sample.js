@@ -4,9 +4,8 @@ async function showSample(i) {
   if (page.held >= 0 && page.held !== i) return showPair(page.held, i);
   const told = await detailOf(i);
   if (page.chosen !== i) return;  // another was chosen meanwhile
-  const c = page.columns;
   const rows = (told.rows || []).map((row, number) => withWeights(i, told, row, number));
-  history.replaceState(null, "", `#${c.ordinal[i]}.${c.attempt[i]}.${c.index[i]}`);
+  history.replaceState(null, "", `#${addressOf(i)}`);
   const hint = page.isFormatted && rows.length ? "Tokens are shown with texts as they are (m)." : rows.length
     ? "Choose a token, by a click or with the arrow keys, to see how its weight came about."
     : "A run with --dump-token-columns dumps its tokens: then each has a colour and a provenance here.";
@@ -20,6 +19,7 @@ async function showSample(i) {
 
 function titleOf(i) {
   const c = page.columns, attempt = c.attempt[i] ? `, attempt ${c.attempt[i] + 1}` : "";
+  if (isHeldOut(i)) return `After step ${c.step[i]}, ${labelOf("set", i)} question ${c.ordinal[i]}, member ${c.index[i]}`;
   return `Step ${c.step[i]}, slot ${c.ordinal[i]}, member ${c.index[i]}${attempt}`;
 }
 
@@ -95,10 +95,11 @@ function placeInWords(i) {
 }
 
 function membersOf(i) {
-  const { ordinal, attempt } = page.columns, found = [];
+  const { ordinal, attempt, batch, set } = page.columns, found = [];
+  const isOfGroup = (k) => ordinal[k] === ordinal[i] && attempt[k] === attempt[i] && batch[k] === batch[i] && set[k] === set[i];
   let low = i, high = i;  // a group is written at once
-  while (low > 0 && ordinal[low - 1] === ordinal[i] && attempt[low - 1] === attempt[i]) low--;
-  while (high + 1 < ordinal.length && ordinal[high + 1] === ordinal[i] && attempt[high + 1] === attempt[i]) high++;
+  while (low > 0 && isOfGroup(low - 1)) low--;
+  while (high + 1 < ordinal.length && isOfGroup(high + 1)) high++;
   for (let k = low; k <= high; k++) found.push(k);
   return found;
 }
