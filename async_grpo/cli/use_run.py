@@ -6,6 +6,7 @@ batches trained again, and compared to the bit.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -169,8 +170,15 @@ def _read_runs(paths: Sequence[str], names: Sequence[str], remote: str) -> list[
               help="lines of the dump that are read, in MiB; of more, as before")  # fmt: skip
 @click.option("--tokenizer", default="", metavar="FOLDER", show_default="the run's model",
               help="tokenizer that makes text of token ids")  # fmt: skip
+@click.option("--follow", is_flag=True,
+              help="serve the page here, with what the run writes meanwhile")  # fmt: skip
+@click.option("--port", type=click.IntRange(0, 65535), default=0, show_default="any that is free",
+              help="port of --follow")  # fmt: skip
 @command_boundary()
-def rollouts(run: Path, output: str, max_samples: int, max_mib: float, tokenizer: str) -> None:
+def rollouts(
+    run: Path, output: str, max_samples: int, max_mib: float, tokenizer: str, follow: bool,
+    port: int,
+) -> None:  # fmt: skip
     """Write one HTML page with the samples of RUN, the folder of a run or its dump.
 
     It opens from a file, needs no network and holds all of it: reward and length over time, filters
@@ -182,6 +190,11 @@ def rollouts(run: Path, output: str, max_samples: int, max_mib: float, tokenizer
     e.g. async-grpo rollouts runs/mine
     """
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    if follow:
+        if output:
+            raise ConfigError("--output must be left out with --follow, which writes no file")
+        serve_page(run, port, max_samples=max_samples, max_mib=max_mib, tokenizer=tokenizer)
+        return
     path = Path(output) if output else (run if run.is_dir() else run.parent) / "rollouts.html"
     written = make_page(run, path, max_samples=max_samples, max_mib=max_mib, tokenizer=tokenizer)
     left_out = written.found.num_lines - written.num_broken - written.num_shown
@@ -208,6 +221,28 @@ def make_page(
     except OSError as error:
         reason = error.strerror or str(error)
         raise ConfigError(f"cannot write {path} ({reason}): choose another --output") from error
+
+
+def serve_page(run: Path, port: int, *, max_samples: int, max_mib: float, tokenizer: str) -> None:
+    """Serve the page of a run that goes on until Ctrl-C; raises `ConfigError` for a taken port."""
+    from async_grpo.viewing.page.follow import Followed, PageServer
+
+    if not run.exists():
+        raise ConfigError(
+            f"RUN must be the folder of a run, or its dump, got {run}: it is not there"
+        )
+    find = partial(_tokenizer, named=tokenizer, run=run)
+    max_bytes = max_mib * MIB
+    followed = Followed(run, max_samples=max_samples, max_bytes=max_bytes, find_tokenizer=find)
+    try:
+        server = PageServer(followed, port=port)
+    except OSError as error:
+        raise ConfigError(
+            f"--port {port} must be free, got {error.strerror}: leave it out"
+        ) from error
+    with server, contextlib.suppress(KeyboardInterrupt):
+        click.echo(f"{server.address} follows {run}: open it in a browser; Ctrl-C ends it")
+        server.serve_forever()
 
 
 def _tokenizer(model: str, *, named: str, run: Path) -> object:

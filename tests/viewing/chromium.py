@@ -71,7 +71,8 @@ class Tab:
 
 
 def visit(path, scene):
-    """What `scene(tab)` returns, with the page at `path` open from its file."""
+    """What `scene(tab)` returns, with the page at `path` open from its file, or at an address."""
+    url = path if str(path).startswith("http:") else f"file://{path}"
 
     async def story():
         with browser() as port:
@@ -81,7 +82,7 @@ def visit(path, scene):
                 socket = session.ws_connect(address["webSocketDebuggerUrl"], max_msg_size=0)
                 async with socket as connected:
                     tab = Tab(connected)
-                    await tab.open(f"file://{path}")
+                    await tab.open(url)
                     return await scene(tab)
 
     return asyncio.run(story())

@@ -5,8 +5,11 @@ import json
 import chromium
 import pytest
 from rollouts_pages import held_out, sample, write, write_dump
+from test_follow import append, serving
 from test_rollouts_page import HOSTILE
 from test_token_weights import trained_run
+
+from async_grpo.telemetry.sample_dump import SampleDump
 
 pytestmark = [
     pytest.mark.slow,
@@ -141,6 +144,47 @@ def test_heads_sort_and_bars_and_alarms_of_the_curves_tell(tmp_path):
     assert (ends, num_grounds) == ([8, None], 4)  # two of each curve; JSON has no infinity
     assert set(chosen) == {0.5} and len(chosen) == 27
     assert problems == []
+
+
+def test_a_followed_page_shows_what_a_run_writes_and_keeps_what_its_reader_chose(tmp_path):
+    lines = [sample(n, k, output=f"answer {n}") for n in range(60) for k in range(2)]
+    folder = write_dump(tmp_path, lines[:20])
+    look = "await lookForNews(); return [page.header.num_samples, page.order.length]"
+
+    async def scene(tab):
+        await tab.run(
+            "el('fate').value = 0; el('output').value = 'answer 7'; await searchOutputs()"
+        )
+        await tab.run("await choose(0)")
+        seen = [await tab.run("return [page.header.num_samples, page.order.length]")]
+        append(folder / "samples.jsonl", [*lines[20:], sample(60, output="Answer 7 again")])
+        seen.append(await tab.run(look))
+        kept = await tab.run("return [page.at, el('fate').value, el('sample').textContent]")
+        append(folder / "alarms.jsonl", [
+            {"step": 2, "alarm": "no_signal", "event": "raised", "sentence": "so"}
+        ])  # fmt: skip
+        await tab.run(look)
+        alarms = await tab.run(f"return {FIND}All('svg .alarm').length")
+        SampleDump(folder / "samples.jsonl").cut_back(5)
+        seen.append(await tab.run(look))
+        await tab.run("el('output').value = ''; await searchOutputs(); await choose(0)")
+        newest = await tab.run(f"return {FIND}('#sample h2').textContent")
+        polls = len([url for url in tab.requests if url.endswith("/version")])
+        await tab.run("await new Promise((done) => setTimeout(done, FOLLOW_MS + 500))")
+        has_asked = len([url for url in tab.requests if url.endswith("/version")]) > polls
+        await tab.press("f")
+        state = await tab.run("return el('live').textContent")
+        return seen, kept, alarms, newest, has_asked, state, tab
+
+    with serving(folder) as server:
+        told = chromium.visit(server.address, scene)
+    seen, (at, fate, shown), alarms, newest, has_asked, state, tab = told
+    assert seen == [[20, 2], [121, 3], [10, 0]]
+    assert (at, fate) == (1, "0")  # the newest stand on top
+    assert shown.startswith("Step 4, slot 7, member 1")
+    assert (alarms, newest, has_asked, state) == (2, "Step 3, slot 4, member 1", True, "paused")
+    assert tab.problems == []
+    assert {url.rpartition("/")[0] + "/" for url in tab.requests} == {server.address}
 
 
 def test_held_out_answers_are_listed_and_have_a_curve_of_their_own(tmp_path):

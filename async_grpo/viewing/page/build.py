@@ -9,7 +9,7 @@ import html
 import json
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +26,8 @@ BLOCK_BYTES = 2**20  # of JSON in a block: what looking at a sample inflates
 COMPRESSION = 6
 CODE = (
     "weight.js", "math.js", "markdown.js", "provenance.js", "sample.js", "curves.js",
-    "filters.js", "questions.js", "compare.js", "list.js", "page.js",
+    "filters.js", "questions.js", "compare.js", "list.js", "follow.js",
+    "page.js",
 )  # fmt: skip
 OPTIONS = (  # of the run: the page shows them and computes with them
     "algorithm", "advantage", "aggregation", "constant_length_samples", "ratio_level",
@@ -70,25 +71,15 @@ def write_page(
         amount = dump.amount()
         choice = choose(amount, max_samples=max_samples, max_bytes=max_mib * 2**20)
         blocks, columns = _Blocks(file), Columns()
-        steps, places = _steps(dump, choice)
-        has_tokens = _read(dump, choice, columns, blocks, places, find_tokenizer)
+        steps, places = steps_of(dump, choice)
+        _read(dump, choice, columns, blocks, places, find_tokenizer)
         if not columns.num_samples:
             raise DataError(
                 f"{dump.path} must hold samples, got no line that is one: {dump.problem}"
             )
-        header = {
-            "run": dump.folder.absolute().name,
-            "config": {name: dump.config[name] for name in OPTIONS if name in dump.config},
-            "columns": [(name, TYPES[each.typecode]) for name, each in columns.values.items()],
-            "labels": {name: list(labels) for name, labels in columns.labels.items()},
-            "num_samples": columns.num_samples,
-            "num_found": amount.num_lines,
-            "num_broken": dump.num_broken,
-            "blocks": blocks.starts,
-            "steps": steps,
-            "alarms": list(dump.alarms()),
-            "has_tokens": has_tokens,
-        }
+        header = header_of(
+            dump, columns, steps=steps, num_found=amount.num_lines, blocks=blocks.starts
+        )
         with replacing(output) as page:
             _assemble(page, header, columns, file)
     return Written(amount, columns.num_samples, dump.num_broken, output.stat().st_size)
@@ -101,8 +92,8 @@ def _read(
     blocks: _Blocks,
     places: dict[Key, Place],
     find_tokenizer: FindTokenizer,
-) -> bool:
-    """Fill columns and blocks; return whether the dump has token ids."""
+) -> None:
+    """Fill columns and blocks."""
     words: Words | None = None
     with closing(TrainedTokens(dump, choice)) as trained:
         for line in dump.lines(choice):
@@ -119,7 +110,24 @@ def _read(
             else:
                 blocks.add(content)
     blocks.flush()
-    return words is not None
+
+
+def header_of(
+    dump: Dump, columns: Columns, *, steps: Sequence[Line], num_found: int, blocks: Sequence[int]
+) -> Line:
+    """What the page knows before it reads a sample; `blocks`: the number of each one's first."""
+    return {
+        "run": dump.folder.absolute().name,
+        "config": {name: dump.config[name] for name in OPTIONS if name in dump.config},
+        "columns": [(name, TYPES[each.typecode]) for name, each in columns.values.items()],
+        "labels": {name: list(labels) for name, labels in columns.labels.items()},
+        "num_samples": columns.num_samples,
+        "num_found": num_found,
+        "num_broken": dump.num_broken,
+        "blocks": blocks,
+        "steps": steps,
+        "alarms": list(dump.alarms()),
+    }
 
 
 def step_of(line: Line, config: Line) -> int:
@@ -138,7 +146,7 @@ def step_of(line: Line, config: Line) -> int:
     return int(line["batch"] * (size // per_step) + within + 1)
 
 
-def _steps(dump: Dump, choice: Choice) -> tuple[list[Line], dict[Key, Place]]:
+def steps_of(dump: Dump, choice: Choice) -> tuple[list[Line], dict[Key, Place]]:
     """The header's facts of each gradient step, and where the chosen samples were trained."""
     measured = dump.measured()
     steps: dict[int, Line] = {}
@@ -184,24 +192,31 @@ class _Blocks:
 
 def _assemble(page: BinaryIO, header: Line, columns: Columns, blocks: IO[bytes]) -> None:
     """Write numbers and code before the texts, so that a browser shows the page while it loads."""
-    style = (HERE / "page.css").read_text(encoding="utf-8")
-    code = "".join((HERE / name).read_text(encoding="utf-8") for name in CODE)
     numbers = b"".join(values.tobytes() for values in columns.values.values())
-    filled = {
-        "STYLE_HASH": _hash(style),
-        "CODE_HASH": _hash(code),
-        "STYLE": style,
-        "HEADER": _script("header", as_json(header)).decode(),
-        "COLUMNS": _script("columns", numbers).decode(),
-        "QUESTIONS": _script("questions", as_json(columns.heads)).decode(),
-        "CODE": code,
-        "TITLE": html.escape(f"{header['run']}: rollouts"),  # last: a folder may be called @CODE@
-    }
-    start, end = _filled((HERE / "page.html").read_text(encoding="utf-8"), filled)
+    data = {"header": as_json(header), "columns": numbers, "questions": as_json(columns.heads)}
+    start, end = skeleton(header["run"], data=data)
     page.write(start.encode())
     blocks.seek(0)
     shutil.copyfileobj(blocks, page)
     page.write(end.encode())
+
+
+def skeleton(
+    run: str, *, data: Mapping[str, bytes] | None = None, connect: str = "'none'"
+) -> tuple[str, str]:
+    """The page before its blocks, and after them; without `data`, it asks `connect` for it."""
+    style = (HERE / "page.css").read_text(encoding="utf-8")
+    code = "".join((HERE / name).read_text(encoding="utf-8") for name in CODE)
+    filled = {
+        "STYLE_HASH": _hash(style),
+        "CODE_HASH": _hash(code),
+        "CONNECT": connect,
+        "STYLE": style,
+        "DATA": b"".join(_script(name, each) for name, each in (data or {}).items()).decode(),
+        "CODE": code,
+        "TITLE": html.escape(f"{run}: rollouts"),  # last: a folder may be called @CODE@
+    }
+    return _filled((HERE / "page.html").read_text(encoding="utf-8"), filled)
 
 
 def _filled(template: str, values: dict[str, str]) -> tuple[str, str]:

@@ -54,12 +54,18 @@ class Columns:
             "weight": weight_of(line, config),
             "oldest": min((int(v.rpartition(".")[2]) for v, *_ in spans(line)), default=None),
         }
-        for name, kind in NUMBERS.items():
-            self.values[name].append(_number(known.get(name), kind))
+        row = {name: _number(known.get(name), kind) for name, kind in NUMBERS.items()}
+        for name, value in row.items():  # all or none: a line may hold anything
+            self.values[name].append(value)
         for name in CATEGORIES:
             labels = self.labels[name]
             label = str(known.get(name) or "")
             self.values[name].append(labels.setdefault(label, len(labels)))
+
+    def place(self, number: int, place: Mapping[str, int]) -> None:
+        """Say where a sample was trained, which is known later than the sample."""
+        for name, value in place.items():
+            self.values[name][number] = value
 
     def _question(self, text: str) -> int:
         number = self._questions.setdefault(hash(text), len(self.heads))

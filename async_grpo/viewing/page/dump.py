@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -66,7 +67,7 @@ def choose(amount: Amount, *, max_samples: int, max_bytes: float) -> Choice:
 class Dump:
     """The files of one run, held open: a run that goes on may rename and remove them."""
 
-    def __init__(self, run: Path) -> None:
+    def __init__(self, run: Path, *, may_be_empty: bool = False) -> None:
         """`run`: the folder of a run, or its dump. Raises `DataError` if there is no dump."""
         self.folder = run if run.is_dir() else run.parent
         self.config: Line = {}
@@ -77,7 +78,7 @@ class Dump:
         self.num_broken = 0  # lines that are no samples, such as one that is being written
         self.problem = ""  # with the first of them
         found = dump_files(self.path)
-        if not found:
+        if not found and not may_be_empty:
             raise DataError(
                 f"no samples in {self.path}: give the folder of a run, or its dump; a run with "
                 '--dump-samples-filename "" has none'
@@ -143,35 +144,73 @@ def sample_of(raw: bytes, choice: Choice, *, is_held_out: bool) -> Line | None:
     return line if choice.has(line["ordinal"]) else None
 
 
+class Tail:
+    """Files that grow, each line of which is read once; a run may rename and remove them."""
+
+    def __init__(self, find: Callable[[], list[Path]]) -> None:
+        """`find()`: the files that are there, the newest last."""
+        self._find = find
+        self._files: dict[int, BinaryIO] = {}  # by inode, which an open file keeps for itself
+        self._ends: dict[int, int] = {}  # of what was read, in bytes
+        self._newest: int | None = None
+
+    def is_replaced(self) -> bool:
+        """Whether another file stands in the place of one that was read: lines were taken back."""
+        there = set()
+        for path in self._find():
+            with suppress(OSError):
+                there.add(path.stat().st_ino)
+        return self._newest is not None and self._newest not in there
+
+    def lines(self) -> Iterator[tuple[BinaryIO, int, bytes]]:
+        """File, start and bytes of each whole line that was written since the last call."""
+        for path in self._find():
+            with suppress(FileNotFoundError):
+                self._newest = path.stat().st_ino
+                if self._newest not in self._files:
+                    self._files[self._newest] = path.open("rb")
+                yield from self._lines_of(self._newest)
+
+    def _lines_of(self, number: int) -> Iterator[tuple[BinaryIO, int, bytes]]:
+        file, start = self._files[number], self._ends.get(number, 0)
+        file.seek(start)
+        for raw in file:
+            if not raw.endswith(b"\n"):
+                return
+            self._ends[number] = start + len(raw)
+            yield file, start, raw
+            start += len(raw)
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+
+
 class TrainedTokens:
     """The trained tokens that ranks have written, looked up by row."""
 
     def __init__(self, dump: Dump, choice: Choice) -> None:
         """Reads the files once, and remembers where the chosen rows stand."""
-        self._files: list[BinaryIO] = []
-        self._places: dict[tuple[Key, int], tuple[int, int]] = {}
-        for path in token_files(dump.path):
-            file = path.open("rb")
-            self._files.append(file)
-            start = 0
-            for raw in file:
-                if (row := OF_ROW.match(raw)) and choice.has(int(row[2])):
-                    _, ordinal, attempt, index, number = map(int, row.groups())
-                    # The newest counts: a step may have been trained again after a crash.
-                    self._places[(ordinal, attempt, index), number] = len(self._files) - 1, start
-                start += len(raw)
+        self._tail, self._choice = Tail(partial(token_files, dump.path)), choice
+        self._places: dict[tuple[Key, int], tuple[BinaryIO, int]] = {}
+        self.read_on()
+        self.close = self._tail.close
+
+    def read_on(self) -> None:
+        """Read what ranks have written since."""
+        for file, start, raw in self._tail.lines():
+            if (row := OF_ROW.match(raw)) and self._choice.has(int(row[2])):
+                _, ordinal, attempt, index, number = map(int, row.groups())
+                # The newest counts: a step may have been trained again after a crash.
+                self._places[(ordinal, attempt, index), number] = file, start
 
     def of(self, key: Key, row: int) -> Line | None:
         """The line of one row; None: no rank has written it."""
         if (key, row) not in self._places:
             return None
-        number, start = self._places[key, row]
-        self._files[number].seek(start)
-        return parsed(self._files[number].readline()) or None
-
-    def close(self) -> None:
-        for file in self._files:
-            file.close()
+        file, start = self._places[key, row]
+        file.seek(start)
+        return parsed(file.readline()) or None
 
 
 def parsed(raw: bytes) -> Line:

@@ -105,19 +105,20 @@ function showCount() {
 const SEARCH_AFTER_MS = 250, REDRAW_MS = 200;
 
 /* The outputs that contain the field's text. The list grows while their blocks are inflated. */
-async function searchOutputs() {
-  const began = performance.now(), wanted = el("output").value.toLowerCase();
+async function searchOutputs({ isAgain = false } = {}) {
+  const began = performance.now(), wanted = el("output").value.toLowerCase(), before = page.search;
   const search = page.search = { wanted, hits: null, done: 0 }, { blocks, num_samples: total } = page.header;
   if (!wanted) return applyFilters();
-  search.hits = new Uint8Array(total);
-  let drawn = 0;
+  search.hits = isAgain ? before.hits : new Uint8Array(total);
+  let drawn = isAgain ? Infinity : 0;
   for (let k = 0; k < blocks.length; k++) {
     const block = new TextDecoder().decode(await inflated(blockName(k)));
     if (page.search !== search) return;  // another text is searched by now
-    if (mayContain(block, wanted)) JSON.parse(block).forEach((told, n) => { search.hits[blocks[k] + n] = isIn(told, wanted); });
+    if (mayContain(block, wanted)) JSON.parse(block).forEach((told, n) => { if (blocks[k] + n < total) search.hits[blocks[k] + n] = isIn(told, wanted); });
     search.done = (k + 1) / blocks.length;
     if (performance.now() - drawn > REDRAW_MS) { applyFilters({ staysPut: drawn > 0 }); drawn = performance.now(); }
   }
+  search.done = 1;
   applyFilters({ staysPut: drawn > 0 });
   search.ms = performance.now() - began;
 }

@@ -42,7 +42,9 @@ function number(value, digits = 4) {
 
 // --- the page's data
 
+/* From the page itself, or from the server of a run that goes on. */
 async function inflated(id) {
+  if (page.isServed) return (await answered(id)).arrayBuffer();
   while (!el(id) && document.readyState === "loading") await new Promise((done) => setTimeout(done, 10));
   const letters = atob(el(id).textContent);
   const bytes = new Uint8Array(letters.length);
@@ -53,20 +55,21 @@ async function inflated(id) {
 const parsed = async (id) => JSON.parse(new TextDecoder().decode(await inflated(id)));
 
 async function readData() {
-  page.header = await parsed("header");
-  const buffer = await inflated("columns");
+  const header = await parsed("header"), numbers = `columns-${header.generation}-${header.num_samples}`, columns = {};
+  const buffer = await inflated(page.isServed ? numbers : "columns");
   let start = 0;
-  for (const [name, type] of page.header.columns) {
-    const Kind = globalThis[type], size = Kind.BYTES_PER_ELEMENT * page.header.num_samples;
-    page.columns[name] = new Kind(buffer.slice(start, start += size));
+  for (const [name, type] of header.columns) {
+    const Kind = globalThis[type], size = Kind.BYTES_PER_ELEMENT * header.num_samples;
+    columns[name] = new Kind(buffer.slice(start, start += size));
   }
-  page.heads = await parsed("questions");
+  page.heads = header.heads ?? await parsed("questions");
+  Object.assign(page, { header, columns });
   page.lowered = page.heads.map((head) => head.toLowerCase());
   page.steps = new Map(page.header.steps.map((step) => [step.step, step]));
   page.alarms = alarmsOf(page.header.alarms);
 }
 
-const blockName = (k) => `block-${k}`;
+const blockName = (k) => (page.isServed ? `block-${page.header.generation}-${k}` : `block-${k}`);
 
 async function detailOf(sample) {
   const starts = page.header.blocks;
@@ -98,9 +101,10 @@ function fillFilters() {
   for (const name of CATEGORIES) {
     const counts = new Map();
     for (const value of columns[name]) counts.set(value, (counts.get(value) ?? 0) + 1);
-    const options = header.labels[name].map((label, value) =>
+    const chosen = el(name).value, options = header.labels[name].map((label, value) =>
       make("option", { value }, `${label || "(none)"} (${(counts.get(value) ?? 0).toLocaleString("en")})`));
     el(name).replaceChildren(make("option", { value: "" }, "all"), ...options);
+    el(name).value = chosen;
     el(name).closest("label").hidden = header.labels[name].length < 2;
   }
 }
@@ -124,6 +128,7 @@ function pageKeys(event) {
   else if (event.key === "o") el("output").focus();
   else if (event.key === "c" && page.view === "samples") hold();
   else if (event.key === "m") format();
+  else if (event.key === "f" && page.isServed) setFollowing(!page.isFollowing);
   else if (event.key === "t") el("theme").click();
   else if (event.key === "q" && page.view === "questions") lookAt("samples");
   else if (event.key === "q") page.chosen < 0 ? lookAt("questions") : openQuestion(page.chosen);
@@ -133,6 +138,8 @@ function pageKeys(event) {
 }
 
 async function begin() {
+  page.isServed = !el("header");
+  if (page.isServed) page.version = await (await answered("version")).text();
   await readData();
   const { header } = page, config = header.config;
   el("run").textContent = visible(header.run);
@@ -153,12 +160,14 @@ async function begin() {
     document.documentElement.dataset.theme = isDark ? "light" : "dark";
   });
   addEventListener("resize", () => { drawList(); drawCharts(); });
+  page.sorts.samples.isFalling = page.isServed;  // the newest on top
   applyFilters();
   lookAt("samples");
   page.readyMs = performance.now();
   document.documentElement.dataset.state = "ready";
   const sample = chosenByAddress();
   if (sample >= 0) await choose(page.order.indexOf(sample));
+  if (page.isServed) await follow();
 }
 
 if (typeof document !== "undefined") begin();
