@@ -168,11 +168,16 @@ def test_the_first_gradient_is_that_of_the_dumped_samples(setup, trained):
 def test_a_page_of_the_run_has_the_trainers_own_gradient_of_every_token(trained):
     page = Page(write(trained))
     assert [step["num_samples"] for step in page.header["steps"]] == [12] * 2 * BATCHES
-    assert set(page.columns["rank"]) == {0, 1}
-    assert page.columns["step"] == [1 + n // MINIBATCH for n in page.columns["ordinal"]]
+    of_training = [n for n, name in enumerate(page.labels("set")) if name == "training"]
+    rank, step, ordinal, num_tokens = (
+        [page.columns[name][n] for n in of_training]
+        for name in ("rank", "step", "ordinal", "num_trained_tokens")
+    )
+    assert set(rank) == {0, 1}
+    assert step == [1 + n // MINIBATCH for n in ordinal]
     assert all(told["workers"][0] for told in page.details)
     found, trainers = recomputed_weights(page)
-    assert len(found) == sum(page.columns["num_trained_tokens"])
+    assert len(found) == sum(num_tokens)
     assert found == pytest.approx(trainers, rel=1e-4, abs=1e-6)
 
 
@@ -182,6 +187,18 @@ def test_held_out_questions_are_graded_before_and_after(trained):
     for row in (first, last):
         assert (row["num_questions"], row["num_samples"], row["num_failed"]) == (8, 32, 0)
         assert 0 <= row["eval_reward"] <= 1
+
+
+def test_held_out_answers_are_dumped_and_are_those_that_were_graded(trained):
+    dumped = read_lines(trained / "samples.held_out.jsonl")
+    assert {line["batch"] for line in dumped} == {0, BATCHES}
+    for row in read_lines(trained / "evaluation_metrics.jsonl"):
+        own = [line for line in dumped if line["batch"] * 2 == row["step"]]
+        keys = {(line["question"], line["index"]) for line in own}
+        assert len(own) == len(keys) == row["num_samples"]
+        assert row["eval_reward"] == pytest.approx(np.mean([line["reward"] for line in own]))
+    page = Page(write(trained))
+    assert Counter(page.labels("set")) == {"training": BATCHES * BATCH * GROUP, "held-out": 64}
 
 
 def test_workers_serve_what_was_exported(setup, trained, driver):

@@ -9,8 +9,9 @@ function differences(left, right) {
   for (const [isSame, a, b] of hunks(left.match(/[^\n]*\n|[^\n]+/g) ?? [], right.match(/[^\n]*\n|[^\n]+/g) ?? [])) {
     const parts = isSame ? [[true, a, b]] : hunks(words(a.join("")), words(b.join("")));
     for (const [isEqual, x, y] of parts) {
-      if (x.length) sides[0].push([x.join(""), !isEqual]);
-      if (y.length) sides[1].push([y.join(""), !isEqual]);
+      const isOwn = !isEqual || (parts.length > 1 && !/[\p{L}\p{N}]/u.test(x.join("")));  // a blank alone is no agreement
+      if (x.length) sides[0].push([x.join(""), isOwn]);
+      if (y.length) sides[1].push([y.join(""), isOwn]);
     }
   }
   return sides;
