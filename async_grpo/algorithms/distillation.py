@@ -79,8 +79,12 @@ class Distillation(Grpo):
             return ()
         from async_grpo.algorithms.distillation_loss import head_term  # with torch
 
-        alpha, temperature = self.config.teaching.gkd_alpha, self.config.sampling.temperature
-        return (head_term(self._payload, teachers, alpha=alpha, policy_temperature=temperature),)
+        teaching, temperature = self.config.teaching, self.config.sampling.temperature
+        term = head_term(
+            self._payload, teachers, alpha=teaching.gkd_alpha, policy_temperature=temperature,
+            temperature=teaching.gkd_temperature,
+        )  # fmt: skip
+        return (term,)
 
     def contributes(self, sample: Sample) -> bool:
         """A teacher's terms have a gradient without an advantage of the sample."""
@@ -102,7 +106,8 @@ def payload_of(teaching: TeachingOptions) -> Payload | None:
     if not teaching.gkd_coefficient:
         return None
     top_k = teaching.gkd_top_k if teaching.teacher_payload == "topk" else 0
-    return Payload(cast(PayloadKind, teaching.teacher_payload), top_k, teaching.gkd_temperature)
+    temperature = teaching.teacher_temperature or teaching.gkd_temperature
+    return Payload(cast(PayloadKind, teaching.teacher_payload), top_k, temperature)
 
 
 def teachers_in_words(teaching: TeachingOptions, routes: Mapping[str, str]) -> str:
@@ -131,4 +136,7 @@ def _divergence(teaching: TeachingOptions) -> str:
         over = f"the teacher's {teaching.gkd_top_k} likeliest tokens and the rest as one"
     given = 1 - teaching.gkd_lambda
     pairs = f", {given:.0%} of the samples given pairs" if given else ""
-    return f"{name} at temperature {teaching.gkd_temperature:g}{square} over {over}{pairs}"
+    own = teaching.teacher_temperature
+    of_teacher = f" (the teacher's {own:g})" if own else ""
+    at = f"at temperature {teaching.gkd_temperature:g}{of_teacher}{square}"
+    return f"{name} {at} over {over}{pairs}"

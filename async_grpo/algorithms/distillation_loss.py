@@ -11,8 +11,9 @@ q and the policy's p:
 The gradient by a logit of the policy over the temperature is p_v (g_v - Σ p g), where g is
 (1 - α) log(p/m), or log(p/q) for α = 1; for α = 0 it is p_v Σ q - q_v.
 
-Both distributions are taken at the temperature τ = --gkd-temperature, over the columns that both
-models have: models pad one vocabulary to different widths. `TopKDivergence` compares the teacher's
+p is taken at the temperature τ = --gkd-temperature and q, of which nothing is differentiated, at
+--teacher-temperature, by default the same, both over the columns that both models have: models pad
+one vocabulary to different widths. `TopKDivergence` compares the teacher's
 K likeliest tokens and one cell for all others, in both distributions. Merging cells can only lower
 a divergence: 0 <= D_K <= D_(K+1) <= D_V.
 
@@ -81,7 +82,8 @@ class Divergence(ABC):
 
     teachers: tuple[Teacher, ...]
     alpha: float
-    temperature: float  # τ
+    temperature: float  # τ, of the policy
+    teacher_temperature: float
     policy_temperature: float  # of the log-probabilities in `value` and `gradient`
     name: str = NAME
 
@@ -134,7 +136,7 @@ class Divergence(ABC):
 
 
 class TopKDivergence(Divergence):
-    """D of K tokens and a tail: reads `IDS` and `LOGPROBS` [C, K], and `TAIL` [C], at τ."""
+    """D of K tokens and a tail: reads the teacher's `IDS` and `LOGPROBS` [C, K], and `TAIL` [C]."""
 
     __slots__ = ()
 
@@ -165,7 +167,7 @@ class DenseDivergence(Divergence):
         return gradient_by_logits(policy, self._teacher(rows, teacher, policy), alpha=self.alpha)
 
     def _teacher(self, rows: Rows, teacher: Teacher, policy: Tensor) -> Tensor:
-        """The teacher's log-probabilities [C, W] at τ."""
+        """The teacher's log-probabilities [C, W] at its temperature."""
         num_columns = policy.shape[-1]
         if teacher.head is None:
             logits = rows[LOGITS][:, :num_columns]
@@ -173,16 +175,25 @@ class DenseDivergence(Divergence):
             head = teacher.head.columns(slice(num_columns))
             hidden = rows[HIDDEN][:, : head.weight.shape[1]]  # padded to the widest teacher's
             logits = head.logits(hidden.to(head.weight.dtype))
-        logprobs = torch.log_softmax(logits.to(policy) / self.temperature, dim=-1)
+        logprobs = torch.log_softmax(logits.to(policy) / self.teacher_temperature, dim=-1)
         return logprobs.clamp_(min=LEAST_LOGPROB)
 
 
 def head_term(
-    payload: Payload, teachers: Sequence[Teacher], *, alpha: float, policy_temperature: float
+    payload: Payload,
+    teachers: Sequence[Teacher],
+    *,
+    alpha: float,
+    policy_temperature: float,
+    temperature: float = 0.0,
 ) -> Divergence:
-    """The term that reads payloads of this kind; `teachers` in the order of `INDEX`."""
+    """The term that reads payloads of this kind; `teachers` in the order of `INDEX`.
+
+    `temperature`: τ of the policy's distribution; 0: that of the payload, for both.
+    """
     kind = TopKDivergence if payload.kind == "topk" else DenseDivergence
-    return kind(tuple(teachers), alpha, payload.temperature, policy_temperature)
+    own = temperature or payload.temperature
+    return kind(tuple(teachers), alpha, own, payload.temperature, policy_temperature)
 
 
 def top_k_with_tail(

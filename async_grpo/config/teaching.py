@@ -20,8 +20,8 @@ EVERY_TYPE = ""  # the key in `teacher_routes` of a teacher of all types
 OPTIONS_OF_TERM = {
     "opd_coefficient": ("opd_clip",),
     "gkd_coefficient": (
-        "gkd_alpha", "gkd_temperature", "gkd_square_temperature", "gkd_top_k", "gkd_lambda",
-        "teacher_payload", "teacher_buffer_gib", "express",
+        "gkd_alpha", "gkd_temperature", "teacher_temperature", "gkd_square_temperature",
+        "gkd_top_k", "gkd_lambda", "teacher_payload", "teacher_buffer_gib", "express",
     ),
 }  # fmt: skip
 
@@ -70,6 +70,9 @@ class TeachingOptions(Options):
     generalised Jensen-Shannon divergence"""
     gkd_temperature: float = option(1.0, must=POSITIVE)
     """temperature of both distributions in the divergence"""
+    teacher_temperature: float = option(0.0)
+    """that of the teacher's alone, where it differs; 0: --gkd-temperature. Log-probabilities of
+    sampled tokens (--opd-coefficient) are always at --temperature"""
     gkd_square_temperature: bool = option(False)
     """multiply the divergence by the square of --gkd-temperature, which keeps the size of its
     gradient"""

@@ -77,6 +77,7 @@ def test_what_cannot_be_meant_is_refused_with_the_reason(options, sentence):
     [
         ("gkd_alpha", 0.1),
         ("gkd_temperature", 2.0),
+        ("teacher_temperature", 2.0),
         ("gkd_square_temperature", True),
         ("gkd_top_k", 8),
         ("teacher_payload", "hidden"),
@@ -185,3 +186,13 @@ def test_a_distillation_s_rules_import_neither_torch_nor_ray():
     )
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert found.stdout.strip() == "Distillation set()", found.stderr
+
+
+def test_a_teacher_s_temperature_is_asked_of_it_and_said_and_is_the_common_one_by_default():
+    def payload(**options):
+        return find_algorithm(config(**GKD, gkd_temperature=2.0, **options)).teacher_need.payload
+
+    assert payload() == Payload("topk", 64, 2.0)
+    assert payload(teacher_temperature=0.5) == Payload("topk", 64, 0.5)
+    said = " ".join(find_algorithm(config(**GKD, teacher_temperature=0.5)).in_words())
+    assert "at temperature 1 (the teacher's 0.5) over" in said

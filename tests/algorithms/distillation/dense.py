@@ -25,12 +25,14 @@ def cells(probs, ids):
     return torch.cat(parts[: 1 if ids.shape[-1] == probs.shape[-1] else 2], dim=-1)
 
 
-def divergence(policy_logits, teacher_logits, *, alpha, temperature, ids=None):
-    """[C] over the columns that both have; with `ids` over these and a tail."""
+def divergence(policy_logits, teacher_logits, *, alpha, temperature, of_teacher=0.0, ids=None):
+    """[C] over the columns that both have; with `ids` over these and a tail.
+
+    `of_teacher`: the teacher's temperature where it has its own.
+    """
     width = min(policy_logits.shape[-1], teacher_logits.shape[-1])
-    p, q = (
-        (logits[:, :width] / temperature).softmax(-1) for logits in (policy_logits, teacher_logits)
-    )
+    p = (policy_logits[:, :width] / temperature).softmax(-1)
+    q = (teacher_logits[:, :width] / (of_teacher or temperature)).softmax(-1)
     return jsd(p, q, alpha) if ids is None else jsd(cells(p, ids), cells(q, ids), alpha)
 
 

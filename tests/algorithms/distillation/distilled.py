@@ -84,7 +84,7 @@ def payload(config, teachers, number, hidden):
     ids, logprobs, tail = top_k_with_tail(
         logits,
         config.teaching.gkd_top_k,
-        temperature=config.teaching.gkd_temperature,
+        temperature=config.teaching.teacher_temperature or config.teaching.gkd_temperature,
         width=VOCAB_SIZE,
     )
     said = {"teacher.ids": ids.numpy(), "teacher.logprobs": logprobs.float().numpy()}
@@ -159,7 +159,10 @@ def divergences(model, sample, config, teacher, hidden):
         said = sample.scores.get("teacher.logits")
         said = teacher.logits(hidden) if said is None else torch.from_numpy(said).double()
         said = said[:, : teacher.width]
-        return dense.divergence(logits, said, alpha=alpha, temperature=temperature)
+        own = config.teaching.teacher_temperature
+        return dense.divergence(
+            logits, said, alpha=alpha, temperature=temperature, of_teacher=own
+        )
     ids = torch.from_numpy(sample.scores["teacher.ids"])
     p = dense.cells((logits[:, : teacher.width] / temperature).softmax(-1), ids)
     said = [sample.scores["teacher.logprobs"], sample.scores["teacher.tail"][:, None]]

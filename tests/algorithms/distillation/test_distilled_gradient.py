@@ -49,6 +49,7 @@ OPTIONS = st.fixed_dictionaries(
         "gkd_coefficient": st.sampled_from([0.0, 0.7, 2.0]),
         "gkd_alpha": st.sampled_from([0.0, 0.1, 0.5, 0.9, 1.0]),
         "gkd_temperature": st.sampled_from([0.5, 1.0, 2.0]),
+        "teacher_temperature": st.sampled_from([0.0, 0.25, 3.0]),
         "gkd_square_temperature": st.booleans(),
         "gkd_top_k": st.sampled_from([1, 8, VOCAB_SIZE - 4]),
         "teacher_payload": st.sampled_from(["topk", "hidden", "logits"]),

@@ -97,6 +97,23 @@ def test_the_whole_vocabulary_is_autograd_s(alpha, temperature, kind, dtype):
     assert_equal(got, want, PRECISIONS[dtype])
 
 
+@pytest.mark.parametrize("kind", ["topk", "logits"])
+@pytest.mark.parametrize("of_teacher", [0.5, 3.0])
+@pytest.mark.parametrize("alpha", ALPHAS)
+def test_a_teacher_s_own_temperature_is_its_distribution_s_alone(alpha, of_teacher, kind):
+    policy, teacher = draw(C, V, seed=2)
+    rows = {"teacher.logits": teacher}
+    if kind == "topk":
+        rows = top_k_rows(teacher, 8, temperature=of_teacher)
+    term = head_term(
+        Payload(kind, 0, of_teacher), [Teacher(V)], alpha=alpha, policy_temperature=0.7,
+        temperature=2.0,
+    )  # fmt: skip
+    got = through_the_head(policy, term, rows, policy_temperature=0.7)
+    both = {"temperature": 2.0, "of_teacher": of_teacher, "ids": rows.get("teacher.ids")}
+    assert_equal(got, expected(policy, teacher, alpha=alpha, **both), 1e-12)
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     kind=st.sampled_from(["topk", "hidden", "logits"]),
