@@ -225,7 +225,8 @@ def run_rank(rank: int, case: Case, model: str, store: str, pipe: Connection) ->
         max_generation_tokens=case.num_tokens // 2 or 512,
         **dict(case.options),
     )
-    mesh = make_mesh("cpu", num_ranks=case.num_ranks)
+    shard_ranks = config.memory.shard_ranks or 0
+    mesh = make_mesh("cpu", num_ranks=case.num_ranks, shard_ranks=shard_ranks)
     ranks = Ranks(rank, case.num_ranks, torch.device("cpu"), mesh)
     with torch.device("meta"):  # imports the architecture
         shape = model_shape(
@@ -251,7 +252,7 @@ def run_rank(rank: int, case: Case, model: str, store: str, pipe: Connection) ->
         step()
     training = as_billed(
         config.memory, find_algorithm(config), number_bytes=torch.float32.itemsize,
-        num_ranks=case.num_ranks, shard_ranks=case.num_ranks, tokens=case.num_tokens or 1,
+        num_ranks=case.num_ranks, shard_ranks=mesh.size(-1), tokens=case.num_tokens or 1,
     )  # fmt: skip
     bill = trainer_bill(shape, training)
     arrive((shape, math.ceil(bill.total)))

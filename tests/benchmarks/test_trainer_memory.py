@@ -22,6 +22,7 @@ def test_a_rank_that_loads_holds_its_shard_one_and_a_half_units_and_half_a_gigab
         Case("31M", 1, num_tokens=1024, options=(OFF,)),
         Case("31M", 1, num_tokens=2048, options=(ON,)),
         Case("31M", 2, num_tokens=1024, options=(OFF, ("fsdp_sharding_strategy", "SHARD_GRAD_OP"))),
+        Case("31M", 2, num_tokens=1024, options=(OFF, ("fsdp_sharding_strategy", "ZERO1"))),
     ],
     ids=lambda case: case.name,
 )
