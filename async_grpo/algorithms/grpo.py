@@ -21,6 +21,7 @@ from async_grpo.algorithms.base import Algorithm, LossSums, Samples, ScoreNeed, 
 from async_grpo.config.objective import ObjectiveOptions, check_objective, preset_options, typed_out
 from async_grpo.config.option import flag
 from async_grpo.config.roles import REFERENCE
+from async_grpo.config.sampling_options import SamplingOptions
 from async_grpo.types import Group, Sample
 from async_grpo.util.errors import ConfigError
 
@@ -40,6 +41,12 @@ OLD_POLICY = {  # by `TrainConfig.mode`
 }
 
 
+CUT = {  # by --length-limit-policy
+    "zero_reward": "truncated outputs have a reward of 0",
+    "invalidate": "truncated outputs are left out of their groups, which favours short ones",
+}
+
+
 class Grpo(Algorithm):
     """Advantages of a group, a clipped policy gradient and its penalties."""
 
@@ -48,6 +55,11 @@ class Grpo(Algorithm):
         objective, mode = self.config.objective, self.config.mode
         longest = self.config.sampling.max_generation_tokens
         check_objective(objective, mode=mode, max_generation_tokens=longest)
+        if objective.mask_truncated_samples and self.config.sampling.length_limit_policy in CUT:
+            raise self.config.refusal(
+                "mask_truncated_samples", "goes with --length-limit-policy truncate alone, which "
+                "keeps what such outputs earned for the baseline", "drop one of the two",
+            )  # fmt: skip
         if objective.kl_coefficient:
             self.needs = (ScoreNeed(REFERENCE, before_advantages=not objective.kl_in_loss),)
         # With one step a batch the policy is still that of the batch's start.
@@ -116,7 +128,7 @@ class Grpo(Algorithm):
             f"{_clip(objective)}{inert}",
             f"engine/trainer correction: {_correction(objective, mode, sampling.max_staleness)}",
             _penalties(objective),
-            _rewards(objective, sampling.max_generation_tokens),
+            _rewards(objective, sampling),
         )
         return tuple(sentence for sentence in sentences if sentence)
 
@@ -267,15 +279,17 @@ def _penalties(objective: ObjectiveOptions) -> str:
     return f"penalties: {', '.join(parts)}" if parts else ""
 
 
-def _rewards(objective: ObjectiveOptions, longest: int) -> str:
+def _rewards(objective: ObjectiveOptions, sampling: SamplingOptions) -> str:
     parts = []
     if objective.overlong_buffer_tokens:
         parts.append(
-            f"the last {objective.overlong_buffer_tokens} of {longest} tokens "
-            f"cost up to {objective.overlong_penalty:g} of the reward"
+            f"the last {objective.overlong_buffer_tokens} of {sampling.max_generation_tokens} "
+            f"tokens cost up to {objective.overlong_penalty:g} of the reward"
         )
     if objective.mask_truncated_samples:
         parts.append("truncated outputs are not trained")
+    if policy := CUT.get(sampling.length_limit_policy):
+        parts.append(policy)
     if objective.dynamic_sampling:
         parts.append(
             f"a question without variance is replaced up to {objective.dynamic_sampling} times"

@@ -18,7 +18,7 @@ from async_grpo.batching.admission import StepKey
 from async_grpo.batching.evaluations import Evaluations
 from async_grpo.batching.ledger import FATES, Ledger
 from async_grpo.batching.packing import Item, Key, estimate_cost
-from async_grpo.batching.pipeline import SlotPipeline
+from async_grpo.batching.pipeline import LENGTH_LIMIT, SlotPipeline
 from async_grpo.batching.records import BatcherPlan, Begin, Controls
 from async_grpo.batching.rounds import Outbox, Round, RoundFormer
 from async_grpo.batching.sample_log import SampleLog
@@ -164,6 +164,17 @@ class ExperienceBatcher:
     def _finished(self, group: Group, step: StepKey) -> None:
         fates = tuple(self._settle(sample, step) for sample in without_texts(group.samples))
         self.log.write(group, batch=step.batch, fates=fates)
+        for sample in group.left_out:
+            self._ledger.settle(
+                sample.ordinal,
+                fate="discarded",
+                num_samples=1,
+                num_tokens=sample.episode.num_sampled_tokens,
+                reason=LENGTH_LIMIT,
+            )
+        if group.left_out:
+            fates = ("discarded",) * len(group.left_out)
+            self.log.write(replace(group, samples=group.left_out), batch=step.batch, fates=fates)
 
     def _settled(self, step: StepKey, is_last: bool) -> None:
         if is_last:

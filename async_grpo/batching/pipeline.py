@@ -9,6 +9,7 @@ unblocked by: free workers of each role
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -60,7 +61,9 @@ from async_grpo.types import (
 )
 from async_grpo.util.errors import ConfigError, DeadlineError, NoWorkerError
 
+LENGTH_LIMIT = "length limit"  # reason of what --length-limit-policy leaves out
 TIMED_OUT = "generation timeout"  # stage of a failure: an output is longer than the user wants
+Samples = tuple[Sample, ...]
 Played = tuple[tuple[Episode, ...], Verdicts]
 
 
@@ -143,7 +146,9 @@ class SlotPipeline:
             )
             for index, (episode, verdict) in enumerate(zip(episodes, verdicts, strict=True))
         )
-        return await self.finish(Group(request.ordinal, request.attempt, samples), step)
+        kept, left_out = by_length_limit(samples, self._plan.config.sampling.length_limit_policy)
+        group = await self.finish(Group(request.ordinal, request.attempt, kept), step)
+        return replace(group, left_out=left_out)
 
     async def finish(self, group: Group, step: StepKey) -> Group:
         """The group with scores, advantages and masks; a given one needs no advantages of its step.
@@ -279,6 +284,32 @@ class SlotPipeline:
             yield
         finally:
             self.stages.add(stage, -num_samples, now_s=time.monotonic())
+
+
+def by_length_limit(samples: Samples, policy: str) -> tuple[Samples, Samples]:
+    """(The members of the group, samples that are left out of it), by --length-limit-policy.
+
+    Raises `SlotFailed` if no member is left.
+    """
+    cut = [sample.episode.finish_reason == "length" for sample in samples]
+    if policy == "zero_reward":
+        zero = partial(replace, reward=0.0, reason=LENGTH_LIMIT)
+        samples = tuple(
+            replace(sample, verdict=zero(sample.verdict)) if is_cut else sample
+            for sample, is_cut in zip(samples, cut, strict=True)
+        )
+    if policy != "invalidate":
+        return samples, ()
+    if all(cut):
+        raise SlotFailed(
+            LENGTH_LIMIT,
+            f"all of its {len(samples)} outputs were cut, which --length-limit-policy invalidate "
+            "leaves out: raise --max-generation-tokens",
+        )
+    kept, left_out = (
+        tuple(itertools.compress(samples, chosen)) for chosen in ([not c for c in cut], cut)
+    )
+    return kept, left_out
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from async_grpo.batching.admission import AdmissionWindow, StepKey
 from async_grpo.batching.failures import QUARANTINE, FailureLimits, SlotFailed
@@ -108,7 +108,8 @@ class Slots:
             if not group.is_replaced:
                 return group
             self.ledger.reissue(group.ordinal, fate="replaced")
-            self.log.write(group, batch=step.batch, fates=("replaced",) * len(group.samples))
+            drawn = replace(group, samples=(*group.samples, *group.left_out))
+            self.log.write(drawn, batch=step.batch, fates=("replaced",) * len(drawn.samples))
         raise AssertionError("attempts are counted without end")
 
     async def _finished_group_of(

@@ -57,7 +57,11 @@ class SampleSums:
                 tokens_by_lag(sample.episode, batch=step.batch, max_staleness=most)
                 for sample in samples
             ]
-            sums = replaced_sums(samples) if group.is_replaced else group_sums(samples)
+            if group.is_replaced:
+                sums = replaced_sums((*samples, *group.left_out))
+            else:
+                sums = group_sums(samples)
+                sums["finished_samples"] += len(group.left_out)
             sums = self._with_own(sums, samples[0].question.dataset_type)
             if not group.is_replaced:
                 sums |= self.of_scoring(samples) | _lag_sums(lags, most)

@@ -51,6 +51,9 @@ class SamplingOptions(Options):
     """outputs sampled for each question"""
     max_generation_tokens: int = option(512, must=POSITIVE)
     """longest output in tokens"""
+    length_limit_policy: str = option("truncate", choices=("truncate", "invalidate", "zero_reward"))
+    """what becomes of an output that is cut there: it is graded as it stands; it leaves its group,
+    in neither its statistics nor the loss, which favours short ones; or its reward is 0"""
     temperature: float = option(1.0)
     """sampling temperature, also of every log-probability"""
     max_staleness: int = option(1, change=Change.FIXED | Change.LIVE)

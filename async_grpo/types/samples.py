@@ -323,6 +323,7 @@ class Group:
     attempt: int  # questions that the slot had drawn before this one
     samples: tuple[Sample, ...]  # of one question, or given pairs
     is_replaced: bool = False  # its slot draws another question; these are not trained
+    left_out: tuple[Sample, ...] = ()  # sampled, but no members (--length-limit-policy invalidate)
 
     @property
     def is_given(self) -> bool:

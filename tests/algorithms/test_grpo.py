@@ -9,6 +9,7 @@ from async_grpo.algorithms.base import LocalRules, ScoreNeed
 from async_grpo.algorithms.find import find_algorithm
 from async_grpo.algorithms.grpo import group_advantages
 from async_grpo.types import Group, WeightsVersion
+from async_grpo.util.errors import ConfigError
 
 VERSION = WeightsVersion(0, 0)
 K1 = {"kl_coefficient": 0.5, "kl_estimator": "k1"}
@@ -106,3 +107,10 @@ def test_the_reference_is_needed_for_a_penalty_alone_and_for_k1_before_advantage
     assert algorithm().needs == ()
     assert algorithm(**K1).needs == (ScoreNeed("reference", before_advantages=True),)
     assert algorithm(kl_coefficient=0.5).needs == (ScoreNeed("reference"),)
+
+
+def test_what_leaves_no_cut_output_as_it_is_masks_none():
+    for policy in ("invalidate", "zero_reward"):
+        with pytest.raises(ConfigError, match="--length-limit-policy truncate alone"):
+            algorithm(mask_truncated_samples=True, length_limit_policy=policy)
+        assert "truncated outputs" in " ".join(algorithm(length_limit_policy=policy).in_words())

@@ -83,21 +83,39 @@ class Script:
     def is_cut(self, num_tokens):
         return num_tokens == self.config.sampling.max_generation_tokens
 
+    def members(self, ordinal, attempt):
+        """Indices of the samples that --length-limit-policy leaves in the group."""
+        leaves_out = self.config.sampling.length_limit_policy == "invalidate"
+        lengths = self.lengths(ordinal, attempt)
+        return [i for i, n in enumerate(lengths) if not (leaves_out and self.is_cut(n))]
+
+    def graded(self, ordinal, attempt):
+        """{index of a member: its reward}"""
+        zeroes = self.config.sampling.length_limit_policy == "zero_reward"
+        rewards, lengths = self.rewards(ordinal, attempt), self.lengths(ordinal, attempt)
+        return {
+            index: 0.0 if zeroes and self.is_cut(lengths[index]) else rewards[index]
+            for index in self.members(ordinal, attempt)
+        }
+
+    def member_tokens(self, ordinal, attempt):
+        lengths = self.lengths(ordinal, attempt)
+        return sum(lengths[index] for index in self.members(ordinal, attempt))
+
     def shaped_rewards(self, ordinal, attempt):
-        """Dyadic numbers, so that no rounding decides what is equal."""
-        config, shaped = self.config, []
+        """{index of a member: its reward less penalties}, dyadic: rounding decides nothing."""
+        config, shaped = self.config, {}
+        lengths = self.lengths(ordinal, attempt)
         start = config.sampling.max_generation_tokens - config.objective.overlong_buffer_tokens
-        for reward, num_tokens in zip(
-            self.rewards(ordinal, attempt), self.lengths(ordinal, attempt), strict=True
-        ):
-            value = reward
+        for index, value in self.graded(ordinal, attempt).items():
+            num_tokens = lengths[index]
             if config.objective.overlong_buffer_tokens and num_tokens > start:
                 excess = (num_tokens - start) / config.objective.overlong_buffer_tokens
                 value -= config.objective.overlong_penalty * excess
             if config.objective.kl_estimator == "k1":
                 divergence = num_tokens * (BEHAVIOUR - REFERENCE_LOGPROB)
                 value -= config.objective.kl_coefficient * divergence
-            shaped.append(value)
+            shaped[index] = value
         return shaped
 
     def attempts(self, ordinal):
@@ -108,8 +126,10 @@ class Script:
                 return replaced, None, "generation"
             if ordinal in (self.failing_later if attempt else self.failing):
                 return replaced, None, "verification"
+            if not self.members(ordinal, attempt):
+                return replaced, None, "length limit"
             is_last = attempt == self.config.objective.dynamic_sampling
-            if is_last or len(set(self.shaped_rewards(ordinal, attempt))) > 1:
+            if is_last or len({*self.shaped_rewards(ordinal, attempt).values()}) > 1:
                 return replaced, attempt, ""
             replaced.append(attempt)
         raise AssertionError("the last attempt is kept")
@@ -167,9 +187,14 @@ class ExpectedStep:
             trained=num_trained,
             zero_contribution=len(self._kept()) - num_trained,
             failed=size * sum(kept is None for _, kept, _ in slots),
-            discarded=size * num_discarded,
+            discarded=size * num_discarded + self.num_left_out,
             replaced=size * sum(len(replaced) for replaced, _, _ in slots),
         )
+
+    @property
+    def num_left_out(self):
+        size = self.script.config.sampling.samples_per_question
+        return self.sum_over_kept(lambda ordinal, attempt: size) - len(self._kept())
 
     @property
     def token_fates(self):
@@ -177,9 +202,9 @@ class ExpectedStep:
         script, sampled = self.script, {"replaced": 0, "failed": 0}
         for ordinal, (replaced, _, stage) in self.slots.items():
             sampled["replaced"] += sum(sum(script.lengths(ordinal, n)) for n in replaced)
-            if stage == "verification":
+            if stage in ("verification", "length limit"):
                 sampled["failed"] += sum(script.lengths(ordinal, len(replaced)))
-        kept = self.sum_over_kept(lambda ordinal, attempt: sum(script.lengths(ordinal, attempt)))
+        kept = self.sum_over_kept(script.member_tokens)
         slots = self.slots
         trained = sum(script.lengths(n, slots[n][1])[index] for n, index in self.trained)
         return Counter(sampled | {"trained": trained, "zero_contribution": kept - trained})
@@ -212,10 +237,8 @@ class ExpectedStep:
                 if num_trained
             )
 
-        def with_trained_tokens(ordinal, attempt):
-            return sum(script.lengths(ordinal, attempt))
-
-        return self.sum_over_kept(with_trained_tokens) + self.sum_over_replaced(with_trained_tokens)
+        seen = script.member_tokens
+        return self.sum_over_kept(seen) + self.sum_over_replaced(seen)
 
     def _kept(self):
         """(ordinal, index) -> (trained tokens, has a gradient) of the samples that count."""
@@ -224,11 +247,12 @@ class ExpectedStep:
         for ordinal, (_, attempt, _) in self.slots.items():
             if attempt is None:
                 continue
-            rewards = np.array(self.script.shaped_rewards(ordinal, attempt))
-            for index, num_tokens in enumerate(self.script.lengths(ordinal, attempt)):
-                num_trained = num_tokens
+            rewards = self.script.shaped_rewards(ordinal, attempt)
+            mean = np.mean([*rewards.values()])
+            for index, reward in rewards.items():
+                num_trained = num_tokens = self.script.lengths(ordinal, attempt)[index]
                 if config.objective.mask_truncated_samples and self.script.is_cut(num_tokens):
                     num_trained = 0
-                has_advantage = rewards[index] - rewards.mean() != 0.0
+                has_advantage = reward - mean != 0.0
                 kept[ordinal, index] = num_trained, num_trained > 0 and (always or has_advantage)
         return kept

@@ -145,7 +145,7 @@ def test_given_samples_are_trained_once_and_in_nothing_that_is_sampled(script, s
         assert all((s.scores[MATH] == TEACHER_LOGPROB).all() for s in given.values())
         kept = {k: n for k, (n, _) in step._kept().items() if k not in indices}
         check_end(first[1], given, kept)
-        rewards = sum(script.rewards(o, step.slots[o][1])[i] for o, i in kept)
+        rewards = sum(script.graded(o, step.slots[o][1])[i] for o, i in kept)
         assert first[1].sums.get("reward_sum", 0.0) == rewards
     ledger = disturbed.running.batcher._ledger
     ledger.check()

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from effort import histories
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from script import Script
 from scripted import run
@@ -27,6 +27,14 @@ OBJECTIVES = (
 )
 
 
+LENGTH_LIMITS = (
+    {},
+    {"mask_truncated_samples": True},
+    {"length_limit_policy": "zero_reward"},
+    {"length_limit_policy": "invalidate"},
+)
+
+
 @st.composite
 def scripts(draw):
     batch_size, step_size = draw(st.sampled_from(SHAPES))
@@ -42,12 +50,12 @@ def scripts(draw):
         max_tokens_per_gpu=draw(st.sampled_from([20, 40, 500])),
         advantage=draw(st.sampled_from(["grpo", "dr", "rloo"])),
         dynamic_sampling=draw(st.sampled_from([0, 1, 3])),
-        mask_truncated_samples=draw(st.booleans()),
+        **draw(st.sampled_from(LENGTH_LIMITS)),
         overlong_buffer_tokens=buffer,
         overlong_penalty=0.5,
         **draw(st.sampled_from(OBJECTIVES)),
     )
-    return Script(
+    script = Script(
         config=config,
         num_ranks=draw(st.integers(1, 3)),
         seed=draw(st.integers(0, 1000)),
@@ -62,6 +70,9 @@ def scripts(draw):
         loses_a_lease=draw(st.booleans()),
         max_rows=draw(st.sampled_from([1, 1, 3])),
     )
+    spared = range(0, batch_size * config.batching.num_training_batches, batch_size)
+    assume(all(script.attempts(ordinal)[1] is not None for ordinal in spared))
+    return script
 
 
 def many(examples):
@@ -164,12 +175,12 @@ def check_end(step, end):
     sums = end.sums
     assert sums.get("num_samples", 0) == end.num_samples
     assert sums.get("lag_max", 0) <= config.sampling.max_staleness
-    num_tokens = step.sum_over_kept(lambda o, a: sum(script.lengths(o, a)))
+    num_tokens = step.sum_over_kept(script.member_tokens)
     assert sums.get("output_tokens", 0) == num_tokens
     assert (lag_bins(sums, "samples"), lag_bins(sums, "tokens")) == (end.num_samples, num_tokens)
-    rewards = step.sum_over_kept(lambda o, a: sum(script.rewards(o, a)))
+    rewards = step.sum_over_kept(lambda o, a: sum(script.graded(o, a).values()))
     assert sums.get("reward_sum", 0.0) == rewards
-    shaped = step.sum_over_kept(lambda o, a: sum(script.shaped_rewards(o, a)))
+    shaped = step.sum_over_kept(lambda o, a: sum(script.shaped_rewards(o, a).values()))
     penalties = sums.get("overlong_penalty_sum", 0.0) + sums.get("kl_penalty_sum", 0.0)
     assert rewards - penalties == shaped
     assert sums.get("num_replacements", 0) == step.sum_over_replaced(lambda o, a: 1)
@@ -201,7 +212,7 @@ def check_samples(step, samples):
         assert len(row.token_ids) == lengths[number]
         asked = QUESTIONS[script.question(ordinal, attempt)].input_token_ids
         assert sample.question.input_token_ids is asked
-        assert sample.verdict.reward == script.rewards(ordinal, attempt)[index]
+        assert sample.verdict.reward == script.graded(ordinal, attempt)[index]
         assert sample.shaped_reward == script.shaped_rewards(ordinal, attempt)[index]
         assert ("reference" in sample.scores) == find_algorithm(config).needs_reference
         for version, start, stop in sample.episode.rows[0].weights_versions:
@@ -222,7 +233,11 @@ def check_books(running, status, expected):
     assert ledger.fates.tokens - Counter(discarded=ledger.fates.tokens["discarded"]) == sum(
         (step.token_fates for step in expected), Counter()
     )
-    assert bool(ledger.fates.tokens["discarded"]) == bool(lost)
+    left_out = ledger.fates.reasons["discarded: length limit"]
+    assert left_out == sum(step.num_left_out for step in expected)
+    longest = running.config.sampling.max_generation_tokens
+    assert ledger.fates.token_reasons["discarded: length limit"] == left_out * longest
+    assert bool(ledger.fates.tokens["discarded"]) == bool(lost + left_out)
     assert ledger.admitted_slots == sum(len(step.ordinals) for step in expected)
     idle = (status.generating, status.verifying, status.in_reference, status.ready, status.training)
     assert idle == (0, 0, 0, 0, 0)

@@ -24,6 +24,8 @@ class ToolEnvironment(Environment):
 
     tools: Sequence[Tool] = ()
     max_turns = 8
+    last_turn = ""  # what the model reads after that many turns with calls, to answer without; "":
+    # the episode ends with its calls
 
     def __init__(self) -> None:
         self._toolbox: Toolbox | None = None
@@ -49,4 +51,8 @@ class ToolEnvironment(Environment):
                 break
             results = await toolbox.answer(reply.tool_calls)
             messages += [reply.message(), *(result.message() for result in results)]
+        else:
+            if self.last_turn:  # whose calls nobody carries out
+                asked: Message = {"role": "user", "content": self.last_turn}
+                await dialogue.reply(policy, [*messages, asked])
         return policy.episode()

@@ -160,9 +160,7 @@ def divergences(model, sample, config, teacher, hidden):
         said = teacher.logits(hidden) if said is None else torch.from_numpy(said).double()
         said = said[:, : teacher.width]
         own = config.teaching.teacher_temperature
-        return dense.divergence(
-            logits, said, alpha=alpha, temperature=temperature, of_teacher=own
-        )
+        return dense.divergence(logits, said, alpha=alpha, temperature=temperature, of_teacher=own)
     ids = torch.from_numpy(sample.scores["teacher.ids"])
     p = dense.cells((logits[:, : teacher.width] / temperature).softmax(-1), ids)
     said = [sample.scores["teacher.logprobs"], sample.scores["teacher.tail"][:, None]]

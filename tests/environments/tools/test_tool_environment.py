@@ -84,6 +84,22 @@ def test_an_episode_ends_when_its_turns_are_used_up():
     assert len(episode.turns) == 4
 
 
+def test_a_last_turn_reads_that_there_are_no_calls_left_and_carries_none_out():
+    again = call("calculate", '{"expression": "1+1"}')
+    environment = example()
+    environment.last_turn = "No calls are left: answer."
+    episode, script = played(environment, *[again] * 4, said("2"))
+    assert len(episode.turns) == 5
+    last, *_ = script.asked[4]
+    assert TOKENIZER.decode(last).count("<tool_response>") == 4
+    assert "No calls are left: answer." in TOKENIZER.decode(last[-40:])
+    assert len(episode.rows) == 1
+    episode, _ = played(environment, *[again] * 9)
+    assert len(episode.turns) == 5
+    episode, script = played(environment, again, said("2"))
+    assert len(episode.turns) == 2 and "No calls" not in TOKENIZER.decode(script.asked[1][0])
+
+
 def test_a_tool_that_fails_is_an_error_of_the_episode_and_no_reward():
     @tool
     def broken() -> str:
