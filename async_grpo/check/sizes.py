@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Iterator
 
 import numpy as np
@@ -100,13 +101,14 @@ def check_options(setup: Setup, facts: Facts) -> Iterator[Finding]:
 
 def _warm_up(setup: Setup) -> Iterator[Finding]:
     optimizer, batching = setup.train.optimizer, setup.train.batching
-    by_samples = optimizer.schedule_clock == "samples"
     per_batch = batching.steps_per_batch
-    if by_samples:
+    if optimizer.schedule_clock == "samples":
         of_slot = 1 if setup.learns_from_pairs else setup.train.sampling.samples_per_question
         per_batch = batching.batch_size * of_slot
     total = batching.num_training_batches * per_batch
-    warm_up = optimizer.num_warmup_samples if by_samples else optimizer.num_warmup_steps
+    if optimizer.schedule_clock == "tokens":
+        total = optimizer.num_schedule_tokens or sys.maxsize
+    warm_up = optimizer.num_warmup
     if warm_up >= total and optimizer.lr_scheduler != "constant":
         text = f"the learning rate warms up for {warm_up} {optimizer.schedule_clock}, the run has "
         yield Finding("warning", "options", f"{text}{total}: shorten the warm-up, or train longer")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from async_grpo.config.option import POSITIVE, Change, Options, option
 
 MAX_LEARNING_RATE = 1e-2
+CLOCKS = ("steps", "samples", "tokens")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,14 +22,18 @@ class OptimizerOptions(Options):
         choices=("constant", "constant_with_warmup", "linear", "cosine"),
     )
     """learning-rate schedule"""
-    schedule_clock: str = option("steps", choices=("steps", "samples"))
-    """what the schedule counts: gradient steps taken, or the samples trained in them"""
+    schedule_clock: str = option("steps", choices=CLOCKS)
+    """what the schedule counts: gradient steps taken, or the samples or output tokens of these"""
+    num_schedule_tokens: int = option(0)
+    """trained tokens at which linear and cosine end, for --schedule-clock tokens"""
     num_warmup_steps: int = option(0)
     """gradient steps of linear warm-up"""
     num_warmup_samples: int = option(0)
     """samples of linear warm-up, for --schedule-clock samples"""
+    num_warmup_tokens: int = option(0)
+    """trained tokens of linear warm-up, for --schedule-clock tokens"""
     warmup_ratio: float = option(0.0)
-    """linear warm-up as a share of the planned steps or samples, instead of a number"""
+    """linear warm-up as a share of the planned steps, samples or tokens, instead of a number"""
     min_learning_rate_ratio: float = option(0.0)
     """share of --learning-rate at which linear and cosine end"""
     adam_beta1: float = option(0.9)
@@ -44,6 +49,12 @@ class OptimizerOptions(Options):
     allow_high_learning_rate: bool = option(False, change=Change.INCIDENTAL)
     """take a --learning-rate above 0.01 as meant"""
 
+    @property
+    def num_warmup(self) -> int:
+        """Warm-up as a number of `schedule_clock`; 0: none, or a share."""
+        found: int = getattr(self, f"num_warmup_{self.schedule_clock}")
+        return found
+
     def check(self) -> None:
         """See `Options`."""
         if self.learning_rate > MAX_LEARNING_RATE and not self.allow_high_learning_rate:
@@ -58,23 +69,26 @@ class OptimizerOptions(Options):
 
     def _check_schedule(self) -> None:
         """Raise `ConfigError` for a warm-up or an end that the schedule does not have."""
-        if self.num_warmup_samples and self.schedule_clock != "samples":
-            raise self.refusal(
-                "num_warmup_samples",
-                "goes with --schedule-clock samples",
-                "set the clock, or use --num-warmup-steps",
-            )
-        if self.num_warmup_steps and self.schedule_clock != "steps":
-            raise self.refusal(
-                "num_warmup_steps",
-                "goes with --schedule-clock steps",
-                "set the clock, or use --num-warmup-samples",
-            )
-        if self.warmup_ratio and (self.num_warmup_steps or self.num_warmup_samples):
+        for clock in CLOCKS:
+            if clock != self.schedule_clock and getattr(self, f"num_warmup_{clock}"):
+                raise self.refusal(
+                    f"num_warmup_{clock}",
+                    f"goes with --schedule-clock {clock}",
+                    f"set the clock, or use --num-warmup-{self.schedule_clock}",
+                )
+        if self.warmup_ratio and self.num_warmup:
             raise self.refusal(
                 "warmup_ratio",
-                "must not stand beside --num-warmup-steps or --num-warmup-samples",
+                f"must not stand beside --num-warmup-{self.schedule_clock}",
                 "give the share or the number",
+            )
+        ends = self.lr_scheduler in ("linear", "cosine") or bool(self.warmup_ratio)
+        if bool(self.num_schedule_tokens) != (ends and self.schedule_clock == "tokens"):
+            raise self.refusal(
+                "num_schedule_tokens",
+                "goes with --schedule-clock tokens and an end to count to, of linear, cosine or "
+                "--warmup-ratio, and these need it: how long outputs get nobody knows before",
+                "give all of them, for example with batches x questions x samples x mean length",
             )
         if self.warmup_ratio and self.lr_scheduler == "constant":
             raise self.refusal(

@@ -41,7 +41,7 @@ class StepFacts:
     optimizer_samples = fact("samples", "Samples in optimizer steps", window="run")
     """samples counted in these: the clock of --schedule-clock samples"""
     optimizer_tokens = fact("tokens", "Tokens in optimizer steps", window="run")
-    """unmasked output tokens of these samples"""
+    """unmasked output tokens of these samples: the clock of --schedule-clock tokens"""
     skipped_steps_no_samples = fact("steps", "Steps without samples", window="run")
     """gradient steps skipped because no sample counted"""
     skipped_steps_non_finite = fact("steps", "Steps not finite", window="run")

@@ -1,7 +1,7 @@
 """The learning rate as a pure function of a clock, and the clocks of the optimizer's steps.
 
-Legend: a position is counted in gradient steps taken, or in the samples (D of sample-mean) of these
-steps. A skipped step moves neither.
+Legend: a position is counted in gradient steps taken, or in the samples (D of sample-mean) or the
+tokens (D of token-mean) of these steps. A skipped step moves none.
 """
 
 from __future__ import annotations
@@ -70,18 +70,21 @@ def learning_rate_after(
     batching: BatchingOptions,
     *,
     num_samples: int,
+    num_tokens: int,
     samples_per_slot: int,
 ) -> float:
-    """The learning rate of the step that begins at `clocks` and has `num_samples`.
+    """The learning rate of the step that begins at `clocks`, of `num_samples` with `num_tokens`.
 
     `samples_per_slot`: samples that are planned for each slot of a batch.
     """
-    position, advance, num_warmup = clocks.steps, 1, optimizer.num_warmup_steps
-    per_batch = batching.steps_per_batch
-    if optimizer.schedule_clock == "samples":
-        position, advance, num_warmup = clocks.samples, num_samples, optimizer.num_warmup_samples
-        per_batch = batching.batch_size * samples_per_slot
-    num_total = batching.num_training_batches * per_batch
+    clock, num_batches = optimizer.schedule_clock, batching.num_training_batches
+    position, num_warmup = getattr(clocks, clock), optimizer.num_warmup
+    advance = {"steps": 1, "samples": num_samples, "tokens": num_tokens}[clock]
+    num_total = {
+        "steps": num_batches * batching.steps_per_batch,
+        "samples": num_batches * batching.batch_size * samples_per_slot,
+        "tokens": optimizer.num_schedule_tokens,
+    }[clock]
     return optimizer.learning_rate * learning_rate_factor(
         position,
         schedule=optimizer.lr_scheduler,

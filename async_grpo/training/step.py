@@ -187,6 +187,7 @@ class GradientStep:
             self.options,
             self._batching,
             num_samples=num_samples,
+            num_tokens=num_tokens,
             samples_per_slot=self._algorithm.samples_per_slot,
         )
         skipped = ""

@@ -93,6 +93,13 @@ def config(**options):
         ({"overlong_buffer_tokens": 513}, r"must not exceed --max-generation-tokens \(512\)"),
         ({"num_warmup_samples": 8}, "--num-warmup-samples goes with --schedule-clock samples"),
         ({"num_warmup_steps": 8, "schedule_clock": "samples"}, "--num-warmup-steps goes with"),
+        ({"num_warmup_tokens": 8}, "--num-warmup-tokens goes with --schedule-clock tokens"),
+        ({"num_schedule_tokens": 8}, "--num-schedule-tokens goes with --schedule-clock tokens"),
+        (
+            {"schedule_clock": "tokens", "lr_scheduler": "cosine"},
+            "--num-schedule-tokens goes with .* these need it",
+        ),
+        ({"num_warmup_steps": 8, "warmup_ratio": 0.1}, "must not stand beside --num-warmup-steps"),
         ({"warmup_ratio": 0.1, "num_warmup_steps": 8}, "--warmup-ratio must not stand beside"),
         ({"warmup_ratio": 0.1, "lr_scheduler": "constant"}, "--warmup-ratio needs a --lr-sched"),
         ({"warmup_ratio": 10.0}, r"--warmup-ratio must be in \[0, 1\], got 10.0"),

@@ -1,4 +1,4 @@
-"""The learning rate over a run, on either clock."""
+"""The learning rate over a run, on each clock."""
 
 import pytest
 from hypothesis import given
@@ -25,11 +25,11 @@ class Run:
         self.config = TrainConfig(model_name_or_path="m", data_path="d", **options)
         self.clocks = Clocks()
 
-    def learning_rate(self, num_samples):
+    def learning_rate(self, num_samples, num_tokens=0):
         samples_per_slot = find_algorithm(self.config).samples_per_slot
         return learning_rate_after(
             self.clocks, self.config.optimizer, self.config.batching,
-            num_samples=num_samples, samples_per_slot=samples_per_slot,
+            num_samples=num_samples, num_tokens=num_tokens, samples_per_slot=samples_per_slot,
         )  # fmt: skip
 
     def stepped(self, num_samples):
@@ -169,6 +169,36 @@ def test_a_share_that_is_a_whole_number_is_that_number_and_any_other_the_next(sh
         for run in (by_share, by_number):
             run.clocks = Clocks(steps=taken)
         assert by_share.learning_rate(16) == by_number.learning_rate(16)
+
+
+TOKENS = {"schedule_clock": "tokens", "num_schedule_tokens": 4000}
+
+
+@given(
+    lengths=st.lists(st.integers(1, 900), min_size=1, max_size=30),
+    schedule=st.sampled_from(SCHEDULES),
+    warmup=st.integers(0, 2000),
+)
+def test_on_the_clock_of_tokens_a_step_moves_by_those_that_it_trains(lengths, schedule, warmup):
+    ends = TOKENS if schedule in ("linear", "cosine") else {"schedule_clock": "tokens"}
+    warms = {"num_warmup_tokens": warmup} if schedule != "constant" else {}
+    common = {"learning_rate": 1.0, "allow_high_learning_rate": True, "lr_scheduler": schedule}
+    run, taken = Run(**common, **ends, **warms), 0
+    for num_tokens in lengths:
+        assert run.learning_rate(8, num_tokens) == learning_rate_factor(
+            taken, schedule=schedule, num_warmup=warmup, num_total=4000, advance=num_tokens
+        )
+        run.clocks = run.clocks.after(8, num_tokens)
+        taken += num_tokens
+
+
+def test_a_share_of_the_clock_of_tokens_is_of_its_end():
+    common = {"lr_scheduler": "cosine", **TOKENS}
+    by_share, by_number = Run(warmup_ratio=0.1, **common), Run(num_warmup_tokens=400, **common)
+    for tokens in (0, 100, 399, 400, 3000, 9999):
+        for run in (by_share, by_number):
+            run.clocks = Clocks(1, 1, tokens)
+        assert by_share.learning_rate(1, 50) == by_number.learning_rate(1, 50)
 
 
 @pytest.mark.parametrize(
