@@ -113,14 +113,10 @@ class Evaluations:
         with held as hold:
             for each in due:
                 num_at_once = partial(self._num_at_once, each.config.samples, hold)
-                evaluation = SetEvaluation(
-                    each, self.pipeline, version, hold, num_at_once, log=self.log
-                )
-                result = await evaluation.run()
-                if self.log:
-                    await (
-                        self.log.flush()
-                    )  # after the last evaluation the recorder ends with the run
+                own = (each, self.pipeline, version, hold, num_at_once, self.log)
+                result = await SetEvaluation(*own).run()
+                if self.log:  # whose recorder ends with the run, after the last evaluation
+                    await self.log.flush()
                 name = each.config.name or "held-out questions"
                 logger.info("evaluated %s of weights %s", name, version)
                 self._results.append(result)  # after the await: `take` replaces the list
@@ -208,8 +204,7 @@ class SetEvaluation:
         self._sampled = [min(versions), max(versions)] if versions else []
         if self.log:
             answers = zip(episodes, verdicts, strict=True)
-            evaluated = config.name, self.version.batches
-            self.log.held_out(question, answers, number=number, evaluated=evaluated)
+            self.log.held_out(question, answers, number, (config.name, self.version.batches))
         return _outcome(question.dataset_type, episodes, verdicts)
 
 

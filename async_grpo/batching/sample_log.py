@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from async_grpo.cluster.handles import RecorderHandle
     from async_grpo.config.sampling_options import BatchingOptions
 
+Answers = Iterable[tuple[Episode, Verdict]]
 MAX_QUEUED_BYTES = 64 * 2**20
 
 
@@ -87,12 +88,7 @@ class SampleLog:
         self._queue_up(lines, num_samples=len(lines))
 
     def held_out(
-        self,
-        question: Question,
-        answers: Iterable[tuple[Episode, Verdict]],
-        *,
-        number: int,
-        evaluated: tuple[str, int],
+        self, question: Question, answers: Answers, number: int, evaluated: tuple[str, int]
     ) -> None:
         """Queue a held-out question's lines; `evaluated`: its set, and the weights' batches.
 
@@ -102,12 +98,10 @@ class SampleLog:
         if self._recorder is None:
             return
         name, batch = evaluated
-        own = {"ordinal": (batch + 1) * self._batch_size - 1, "advantage": None}
-        lines = [
-            _line(Sample(number, index, question, *answer, advantage=0.0), 0, batch, "held_out")
-            | {**own, "set": name, "question": number}
-            for index, answer in enumerate(answers)
-        ]
+        own: dict[str, object] = {"ordinal": (batch + 1) * self._batch_size - 1, "advantage": None}
+        own |= {"set": name, "question": number}
+        samples = (Sample(number, k, question, *each, 0.0) for k, each in enumerate(answers))
+        lines = [_line(sample, 0, batch, "held_out") | own for sample in samples]
         self._queue_up(lines, num_samples=len(lines))
 
     def failed(

@@ -182,9 +182,10 @@ def rollouts(
     """Write one HTML page with the samples of RUN, the folder of a run or its dump.
 
     It opens from a file, needs no network and holds all of it: reward and length over time, each
-    question's solve rate, search, filters and sorting, the turns of each episode, held-out answers. Of a run with --dump-token-columns it shows each token,
-    by its advantage, its log-probability in trainer and engine, its version or its weight in the
-    gradient, and how that came about.
+    question's solve rate, search, filters and sorting, the turns of each episode, held-out
+    answers. Of a run with --dump-token-columns it shows each token, by its advantage, its
+    log-probability in trainer and engine, its version or its weight in the gradient, and how that
+    came about.
 
     \b
     e.g. async-grpo rollouts runs/mine --follow

@@ -63,6 +63,7 @@ class RunRecorder:
         self._dump = SampleDump(Path(path), max_bytes=max_bytes)
         self._held_out = SampleDump(held_out_file(Path(path)), max_bytes=max_bytes)
         self._steps = SampleDump(steps_file(Path(path)), unit="steps")
+        self._all = (self._dump, self._held_out, self._steps)
         self._writer = ""
         self._earlier: set[str] = set()
 
@@ -81,17 +82,16 @@ class RunRecorder:
         if writer != self._writer:
             self._earlier.add(self._writer)
             self._writer = writer
-            for dump in (self._dump, self._held_out, self._steps):
-                dump.cut_back(next_ordinal)
+            for each in self._all:
+                each.cut_back(next_ordinal)
         for lines in map(pickle.loads, groups):
             if isinstance(lines, dict):
                 self._steps.write([lines])
             else:
                 dump = self._held_out if "set" in lines[0] else self._dump
                 dump.write([self._in_words(line) for line in lines])
-        notices = (*self._dump.take_notices(), *self._held_out.take_notices())
-        num_lost = self._dump.num_lost + self._held_out.num_lost
-        return num_lost, (*notices, *self._steps.take_notices())
+        notices = [notice for each in self._all for notice in each.take_notices()]
+        return self._dump.num_lost + self._held_out.num_lost, tuple(notices)
 
     def _in_words(self, line: dict[str, Any]) -> dict[str, Any]:
         """The line with text in place of the token ids that the model has read between turns."""

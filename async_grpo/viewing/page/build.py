@@ -77,9 +77,7 @@ def write_page(
             raise DataError(
                 f"{dump.path} must hold samples, got no line that is one: {dump.problem}"
             )
-        header = header_of(
-            dump, columns, steps=steps, num_found=amount.num_lines, blocks=blocks.starts
-        )
+        header = header_of(dump, columns, steps, amount.num_lines, blocks.starts)
         with replacing(output) as page:
             _assemble(page, header, columns, file)
     return Written(amount, columns.num_samples, dump.num_broken, output.stat().st_size)
@@ -113,11 +111,11 @@ def _read(
 
 
 def header_of(
-    dump: Dump, columns: Columns, *, steps: Sequence[Line], num_found: int, blocks: Sequence[int]
+    dump: Dump, columns: Columns, steps: Sequence[Line], num_found: int, blocks: Sequence[int]
 ) -> Line:
     """What the page knows before it reads a sample; `blocks`: the number of each one's first."""
     return {
-        "run": dump.folder.absolute().name,
+        "run": dump.name,
         "config": {name: dump.config[name] for name in OPTIONS if name in dump.config},
         "columns": [(name, TYPES[each.typecode]) for name, each in columns.values.items()],
         "labels": {name: list(labels) for name, labels in columns.labels.items()},

@@ -62,11 +62,6 @@ class Columns:
             label = str(known.get(name) or "")
             self.values[name].append(labels.setdefault(label, len(labels)))
 
-    def place(self, number: int, place: Mapping[str, int]) -> None:
-        """Say where a sample was trained, which is known later than the sample."""
-        for name, value in place.items():
-            self.values[name][number] = value
-
     def _question(self, text: str) -> int:
         number = self._questions.setdefault(hash(text), len(self.heads))
         if number == len(self.heads):

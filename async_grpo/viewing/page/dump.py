@@ -11,12 +11,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from async_grpo.telemetry.alarms import ALARMS_FILE
-from async_grpo.telemetry.sample_dump import (
-    dump_files,
-    held_out_file,
-    steps_file,
-    token_files,
-)
+from async_grpo.telemetry.sample_dump import dump_files, held_out_file, steps_file, token_files
 from async_grpo.util.errors import DataError
 from async_grpo.util.run_folder import METRICS_FILE, PARAMETERS_FILE
 from async_grpo.viewing.curves import json_object
@@ -70,6 +65,7 @@ class Dump:
     def __init__(self, run: Path, *, may_be_empty: bool = False) -> None:
         """`run`: the folder of a run, or its dump. Raises `DataError` if there is no dump."""
         self.folder = run if run.is_dir() else run.parent
+        self.name = self.folder.absolute().name
         self.config: Line = {}
         with suppress(OSError):
             self.config = json_object((self.folder / PARAMETERS_FILE).read_bytes())
@@ -156,30 +152,21 @@ class Tail:
 
     def is_replaced(self) -> bool:
         """Whether another file stands in the place of one that was read: lines were taken back."""
-        there = set()
-        for path in self._find():
-            with suppress(OSError):
-                there.add(path.stat().st_ino)
+        there = {path.stat().st_ino for path in self._find()}
         return self._newest is not None and self._newest not in there
 
     def lines(self) -> Iterator[tuple[BinaryIO, int, bytes]]:
         """File, start and bytes of each whole line that was written since the last call."""
         for path in self._find():
-            with suppress(FileNotFoundError):
-                self._newest = path.stat().st_ino
-                if self._newest not in self._files:
-                    self._files[self._newest] = path.open("rb")
-                yield from self._lines_of(self._newest)
-
-    def _lines_of(self, number: int) -> Iterator[tuple[BinaryIO, int, bytes]]:
-        file, start = self._files[number], self._ends.get(number, 0)
-        file.seek(start)
-        for raw in file:
-            if not raw.endswith(b"\n"):
-                return
-            self._ends[number] = start + len(raw)
-            yield file, start, raw
-            start += len(raw)
+            self._newest = number = path.stat().st_ino
+            file = self._files[number] = self._files.get(number) or path.open("rb")
+            start = self._ends.get(number, 0)
+            file.seek(start)
+            for raw in file:
+                if raw.endswith(b"\n"):
+                    self._ends[number] = start + len(raw)
+                    yield file, start, raw
+                    start += len(raw)
 
     def close(self) -> None:
         for file in self._files.values():
