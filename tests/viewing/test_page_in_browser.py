@@ -302,7 +302,7 @@ def test_questions_have_their_solve_rate_at_each_step(tmp_path):
     ]
     assert "Solved50 % of 6 samples" in told and "question 1" in told
     assert opened == "Step 3, slot 5, member 0"
-    assert again == ["questions", "A question of 3 steps"]
+    assert again == ["questions", "A question asked in 3 steps"]
     assert none == [0, 0]
     assert problems == []
 

@@ -64,7 +64,7 @@ async function showQuestion(row) {
     ["Answer", told.answer ?? ""],
   ].filter(([, value]) => value !== "");
   el("sample").replaceChildren(
-    make("div", { class: "bar" }, make("h2", {}, `A question of ${row.points.length.toLocaleString("en")} steps`), ...barButtons()),
+    make("div", { class: "bar" }, make("h2", {}, `A question asked in ${row.points.length.toLocaleString("en")} steps`), ...barButtons()),
     definitions(facts),
     chart("Solve rate", row.points, [], { range: [0, 1], onStep: (step) => open(row.members.find((i) => page.columns.step[i] === step)) }),
     make("article", { class: "turn read" }, make("h3", {}, "question"), textOf(told.input ?? "")),
