@@ -31,7 +31,7 @@ from typing import NoReturn
 from async_grpo.config.roles import ENVIRONMENT
 from async_grpo.environments.base import FailureClass
 from async_grpo.types import OutageRequest, Problem, Verdict, VerificationRequest
-from async_grpo.util.errors import DeadlineError, WorkerError
+from async_grpo.util.errors import ConfigError, DeadlineError, WorkerError
 
 logger = logging.getLogger(__name__)
 Requests = tuple[VerificationRequest, ...]
@@ -180,17 +180,21 @@ class FailureLimits:
         # By open batch: the types of its graded groups, and (type, failure) of the failed ones.
         self._graded: dict[int, set[str]] = {} if graded is None else {graded: {""}}
         self._failed: dict[int, list[tuple[str, SlotFailed]]] = {}
+        # By open batch: whether grammars have sampled every token so far.
+        self._forced: dict[int, bool] = {} if graded is None else {graded: False}
         # By type: failures of the latest batches, a list each, while none of its groups is graded.
         self._dead: dict[str, list[list[SlotFailed]]] = {}
 
-    def sampled(self, batch: int, *, dataset_type: str = "") -> None:
-        """A group of this batch was graded."""
+    def sampled(self, batch: int, *, dataset_type: str = "", is_forced: bool = False) -> None:
+        """A group of this batch was graded; `is_forced`: all of it was sampled under grammars."""
         self._failures_in_a_row[False] = 0
+        self._forced[batch] = is_forced and self._forced.get(batch, True)
         self._graded.setdefault(batch, set()).add(dataset_type)
 
-    def given(self) -> None:
+    def given(self, batch: int) -> None:
         """A slot of given pairs has succeeded."""
         self._failures_in_a_row[True] = 0
+        self._forced[batch] = False
 
     def failed(
         self, batch: int, failure: SlotFailed, *, is_given: bool, dataset_type: str = ""
@@ -205,6 +209,12 @@ class FailureLimits:
 
     def settled(self, batch: int) -> None:
         """All slots of a batch have ended, and the batch is about to count as trained."""
+        if self._forced.pop(batch, False):
+            raise ConfigError(
+                f"a batch must have a token that is trained, but every one of batch {batch + 1} "
+                "was sampled under a grammar: leave out --constrained-outputs, or have agents ask "
+                "for JSON less often"
+            )
         graded, failed = self._graded.pop(batch, set()), self._failed.pop(batch, [])
         ungraded = [failure for _, failure in failed if failure.stage in UNGRADED]
         if ungraded and not graded:

@@ -190,6 +190,7 @@ class BatcherPlan:
             request.seed,
             config.sampling.turn_timeout_s,
             config.sampling.episode_timeout_s,
+            config.sampling.constrained_outputs,
         )
 
 

@@ -103,7 +103,8 @@ class Slots:
             finally:
                 self.pipeline.sampled(account)
             kind = group.samples[0].question.dataset_type
-            self._limits.sampled(step.batch, dataset_type=kind)
+            is_forced = all(sample.episode.is_forced for sample in group.samples)
+            self._limits.sampled(step.batch, dataset_type=kind, is_forced=is_forced)
             self.sums.add(step, group)
             if not group.is_replaced:
                 return group
@@ -117,7 +118,7 @@ class Slots:
     ) -> Group:
         await self.pipeline.step_groups.leave(step, ordinal)  # it needs no advantages of its step
         group = await self.pipeline.finish(given_group(ordinal, pairs), step)
-        self._limits.given()
+        self._limits.given(step.batch)
         self.sums.add(step, group)
         return group
 

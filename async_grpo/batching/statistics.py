@@ -117,6 +117,7 @@ def group_sums(samples: Sequence[Sample]) -> Sums:
         "overlong_penalty_sum": sum(sample.overlong_penalty for sample in samples),
         "kl_penalty_sum": sum(sample.kl_penalty for sample in samples),
         "output_tokens": sum(sample.episode.num_sampled_tokens for sample in samples),
+        "constrained_tokens": sum(sample.episode.num_constrained_tokens for sample in samples),
         "prompt_tokens": sum(
             sample.num_tokens - sample.episode.num_sampled_tokens for sample in samples
         ),

@@ -129,7 +129,11 @@ class EpisodeSampler:
             if self._turns_left < 0:
                 raise NoRoom("it has had all the turns of an episode")
             turn = await self._policy.sample(
-                ask.prompt_ids, max_tokens=ask.max_tokens, stop=ask.stop_ids, cut=ask.cut
+                ask.prompt_ids,
+                max_tokens=ask.max_tokens,
+                stop=ask.stop_ids,
+                grammar=ask.grammar,
+                cut=ask.cut,
             )
         except (NoRoom, EpisodeFailed) as error:
             raise self.refusal(error) from error

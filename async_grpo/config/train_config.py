@@ -110,6 +110,10 @@ class TrainConfig:
                 raise sampling.refusal(
                     name, "needs an --environment of turns", "--generation-timeout-s limits outputs"
                 )
+        if sampling.constrained_outputs and self.environments == {"single_turn"}:
+            raise sampling.refusal(
+                "constrained_outputs", "needs an --environment that asks for JSON", "leave it out"
+            )
         if not sampling.temperature:
             raise sampling.refusal(
                 "temperature",

@@ -86,12 +86,15 @@ class Policy(Protocol):
         *,
         max_tokens: int | None = None,
         stop: Sequence[int] = (),
+        grammar: str = "",
         cut: Callable[[Turn], Turn] | None = None,
     ) -> Turn:
         """Sample the model's next tokens after `token_ids`, the whole history, until a stop id.
 
         `max_tokens` may only shorten the run's longest output, `stop` only add ids to the run's;
         `cut` may end the turn earlier (`Turn.stopped`), but must decide by its tokens up to there.
+        `grammar` (see `SamplingContract`) is followed with --constrained-outputs, and ignored
+        without; such a turn is read and not trained.
         A turn that may not fit into a row is not sampled: the episode ends, with `length`.
         """
 

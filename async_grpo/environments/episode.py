@@ -76,7 +76,8 @@ class _OpenRow:
         """
         num_read = len(token_ids) - len(self.history)
         self._logprobs += [np.zeros(num_read, np.float32), turn.logprobs]
-        self._mask += [np.zeros(num_read, np.bool_), np.ones(len(turn.token_ids), np.bool_)]
+        is_trained = np.full(len(turn.token_ids), not turn.is_constrained)
+        self._mask += [np.zeros(num_read, np.bool_), is_trained]
         start = len(token_ids) - self._num_prompt
         self._spans.append((start, turn))
         self.history = np.concatenate([token_ids, turn.token_ids])
@@ -104,10 +105,16 @@ class EpisodePolicy:
     """
 
     def __init__(
-        self, generate: Generate, *, sampling: SamplingContract, max_row_tokens: int
+        self,
+        generate: Generate,
+        *,
+        sampling: SamplingContract,
+        max_row_tokens: int,
+        constrains: bool = False,
     ) -> None:
         """`max_row_tokens`: of the longest row that engine and trainer take."""
         self._generate = generate
+        self._constrains = constrains
         self._sampling = sampling
         self.max_row_tokens = max_row_tokens
         self._rows: list[_OpenRow] = []
@@ -126,9 +133,11 @@ class EpisodePolicy:
         *,
         max_tokens: int | None = None,
         stop: Sequence[int] = (),
+        grammar: str = "",
         cut: Callable[[Turn], Turn] | None = None,
     ) -> Turn:
         """See `Policy`; raises `NoRoom`."""
+        grammar = grammar if self._constrains else ""
         history = np.array(token_ids, dtype=np.int32)
         longest = min(max_tokens or self._sampling.max_tokens, self._sampling.max_tokens)
         if not len(history):
@@ -141,10 +150,11 @@ class EpisodePolicy:
                 f"{self.max_row_tokens}"
             )
         stop_ids = tuple(dict.fromkeys((*self._sampling.stop_token_ids, *stop)))
-        sampling = SamplingContract(self._sampling.temperature, stop_ids, longest)
+        sampling = SamplingContract(self._sampling.temperature, stop_ids, longest, grammar=grammar)
         prefer = self._turns[-1].worker_id if self._turns else ""
         turn = await self._generate(history, sampling, prefer)
         turn = cut(turn) if cut else turn
+        turn = replace(turn, is_constrained=True) if grammar else turn
         is_own = turn.finish_reason == "length" and longest < self._sampling.max_tokens
         self._add(history, replace(turn, finish_reason="max_tokens") if is_own else turn)
         return turn

@@ -110,7 +110,10 @@ class GroupPlay:
     async def _played(self, environment: Environment, member: EpisodeServices) -> Episode:
         request = self.request
         policy = EpisodePolicy(
-            member.turn, sampling=request.sampling, max_row_tokens=request.max_row_tokens
+            member.turn,
+            sampling=request.sampling,
+            max_row_tokens=request.max_row_tokens,
+            constrains=request.constrains,
         )
         self._policies.append(policy)
         play = environment.play(request.question, policy, member)

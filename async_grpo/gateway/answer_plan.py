@@ -6,6 +6,7 @@ Engines know token ids only, so this file looks for stop strings.
 from __future__ import annotations
 
 import asyncio
+import json
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +16,8 @@ from typing import Any
 
 import jsonschema
 
-from async_grpo.environments.chat.messages import Reply, ToolSpec
+from async_grpo.environments.chat.messages import Dialogue, Reply
+from async_grpo.environments.chat.template import json_tag
 from async_grpo.gateway import wire
 from async_grpo.gateway.session import Session, TurnRequest
 from async_grpo.types import Turn
@@ -64,13 +66,19 @@ async def chat_plan(session: Session, asked: wire.ChatRequest) -> AnswerPlan:
         reply = dialogue.heard(
             asked.messages, prompt_ids=prompt_ids, sampled_ids=sampled_ids, shown=stop.until
         )
-        session.mistake = session.mistake or mistake_in(reply, asked.offered_tools)
+        session.mistake = session.mistake or mistake_in(reply, asked)
         return reply
 
     return AnswerPlan(
         wire.Heading("chatcmpl", "chat.completion", asked.model or session.sampler.name),
         _turn_requests(
-            session, asked, prompt_ids, asked.longest, stop, stop_ids=dialogue.stop_token_ids
+            session,
+            asked,
+            prompt_ids,
+            asked.longest,
+            stop,
+            stop_ids=dialogue.stop_token_ids,
+            grammar=_grammar(dialogue, asked, is_trained=session.sampler.decides_sampling),
         ),
         read,
         len(prompt_ids),
@@ -79,14 +87,34 @@ async def chat_plan(session: Session, asked: wire.ChatRequest) -> AnswerPlan:
     )
 
 
-def mistake_in(reply: Reply, tools: Sequence[ToolSpec]) -> str:
-    """The first call of a turn that does not fit what the tools declare; empty: all fit.
+def _grammar(dialogue: Dialogue, asked: wire.ChatRequest, *, is_trained: bool) -> str:
+    """See `SamplingContract`; empty: any turn, which `mistake_in` checks.
+
+    Calls that a trained policy has to make are its own: only an answer in JSON may be forced on it.
+    """
+    schema = asked.content_schema
+    calls = dialogue.calls(asked.callable_tools, is_one=asked.parallel_tool_calls is False)
+    if asked.must_call:
+        found = None if is_trained else calls
+    elif schema is not None and asked.offered_tools:
+        found = calls and {"type": "or", "elements": [calls, json_tag(schema)]}
+    else:
+        found = None if schema is None else json_tag(schema)
+    tag = json.dumps({"type": "structural_tag", "format": found})
+    return json.dumps({"structural_tag": tag}) if found else ""
+
+
+def mistake_in(reply: Reply, asked: wire.ChatRequest) -> str:
+    """What in a turn does not follow the request, such as a call of no tool; empty: all of it does.
 
     >>> from async_grpo.environments.chat.messages import ToolCall
-    >>> mistake_in(Reply("", (ToolCall("look", {}),)), [])
+    >>> mistake_in(Reply("", (ToolCall("look", {}),)), wire.ChatRequest(messages=[]))
     "calls 'look', which is no tool"
     """
-    offered = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}
+    if not reply.tool_calls:
+        return "calls no tool, which it must" if asked.must_call else _unfit(reply.content, asked)
+    functions: list[Any] = [tool["function"] for tool in asked.callable_tools]
+    offered = {function["name"]: function.get("parameters") for function in functions}
     for call in reply.tool_calls:
         if call.problem or call.name not in offered:
             return call.problem or f"calls {call.name!r}, which is no tool"
@@ -96,6 +124,21 @@ def mistake_in(reply: Reply, tools: Sequence[ToolSpec]) -> str:
             return f"calls {call.name!r} with wrong arguments: {error.message}"
         except Exception:  # the schema comes from the agent and may be invalid
             continue
+    return ""
+
+
+def _unfit(content: str, asked: wire.ChatRequest) -> str:
+    """Why the content is not what `response_format` asks for; empty: it is."""
+    if asked.content_schema is None:
+        return ""
+    try:
+        jsonschema.validate(json.loads(content), asked.content_schema)  # type: ignore[arg-type]
+    except (ValueError, RecursionError) as error:
+        return f"is no JSON, which response_format asks for: {error}"
+    except jsonschema.ValidationError as error:
+        return f"does not fit response_format: {error.message}"
+    except Exception:  # as above
+        return ""
     return ""
 
 
@@ -142,10 +185,13 @@ def _turn_requests(
     stop: StopText,
     *,
     stop_ids: Sequence[int] = (),
+    grammar: str = "",
 ) -> list[TurnRequest]:
     """One for each choice of a prompt; with a seed, the seed counts up. Raises `Refused`."""
     ids = tuple(dict.fromkeys((*stop_ids, *(asked.stop_token_ids or ()))))
-    first = TurnRequest(prompt_ids, max_tokens, asked.temperature, ids, asked.seed, stop.cut)
+    first = TurnRequest(
+        prompt_ids, max_tokens, asked.temperature, ids, asked.seed, grammar, stop.cut
+    )
     session.check(first)
     seeds = [None if first.seed is None else first.seed + index for index in range(asked.n)]
     return [replace(first, seed=seed) for seed in seeds]

@@ -34,13 +34,15 @@ class TurnRequest:
     temperature: float = 1.0
     stop_ids: tuple[int, ...] = ()
     seed: int | None = None
+    grammar: str = ""  # see `SamplingContract`
     # From a turn to the turn up to its end; the same object: it has not ended.
     cut: Callable[[Turn], Turn] = lambda turn: turn
 
     def for_engine(self, *, stop_ids: Sequence[int], longest: int) -> GenerationRequest:
         """The request to an engine; `stop_ids`: the model's, `longest`: if there is no maximum."""
         stop_ids = tuple(dict.fromkeys((*stop_ids, *self.stop_ids)))
-        sampling = SamplingContract(self.temperature, stop_ids, self.max_tokens or longest)
+        longest = self.max_tokens or longest
+        sampling = SamplingContract(self.temperature, stop_ids, longest, grammar=self.grammar)
         return GenerationRequest(0, 0, np.array(self.prompt_ids, np.int32), 1, sampling, self.seed)
 
 

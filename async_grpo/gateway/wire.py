@@ -15,8 +15,14 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
+from openai.types.chat import ChatCompletionNamedToolChoiceParam
+from openai.types.shared import (
+    ResponseFormatJSONObject,
+    ResponseFormatJSONSchema,
+    ResponseFormatText,
+)
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from async_grpo.environments.chat.messages import Reply
@@ -25,6 +31,7 @@ from async_grpo.util.errors import AsyncGrpoError
 
 Count = Annotated[int, Field(ge=1)]
 OneOrMore = str | list[str]
+ResponseFormat = ResponseFormatText | ResponseFormatJSONObject | ResponseFormatJSONSchema
 Asked = TypeVar("Asked", bound=BaseModel)
 Json = dict[str, object]
 MAX_CHOICES = 64
@@ -43,8 +50,6 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
 }
 # Options that would change the answer and are not served, with the values that change nothing.
 UNSERVED: dict[str, tuple[object, ...]] = {
-    "response_format": ({"type": "text"},),
-    "tool_choice": ("auto", "none"),
     "functions": ([],),
     "echo": (False,),
     "suffix": ("",),
@@ -131,6 +136,11 @@ class ChatRequest(SamplingRequest):
 
     messages: list[Json]
     tools: list[Json] | None = None
+    tool_choice: Literal["auto", "none", "required"] | ChatCompletionNamedToolChoiceParam | None = (
+        None
+    )
+    parallel_tool_calls: bool | None = None
+    response_format: ResponseFormat | None = None
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
 
@@ -141,9 +151,43 @@ class ChatRequest(SamplingRequest):
 
     @property
     def offered_tools(self) -> list[Json]:
-        """The tools that the model may call."""
-        is_off = (self.model_extra or {}).get("tool_choice") == "none"
-        return [] if is_off else self.tools or []
+        """The tools that the model reads of."""
+        return [] if self.tool_choice == "none" else self.tools or []
+
+    @property
+    def must_call(self) -> bool:
+        """Whether a turn without a call does not follow the request."""
+        return self.tool_choice not in ("auto", "none", None)
+
+    @property
+    def callable_tools(self) -> list[Json]:
+        """The tools that the model may call: only the named one, where the choice names one."""
+        if not isinstance(self.tool_choice, dict):
+            return self.offered_tools
+        name = self.tool_choice["function"]["name"]
+        return [tool for tool in self.offered_tools if _name(tool) == name]
+
+    @property
+    def content_schema(self) -> object:
+        """The JSON schema that the content has to fit; None: it may be any text."""
+        if isinstance(self.response_format, ResponseFormatJSONSchema):
+            return self.response_format.json_schema.schema_ or {}
+        is_json = isinstance(self.response_format, ResponseFormatJSONObject)
+        return {"type": "object"} if is_json else None
+
+    def refuse_unserved(self, *, decides_sampling: bool) -> None:
+        """Raise `Refused` for an option that would not be followed."""
+        super().refuse_unserved(decides_sampling=decides_sampling)
+        if self.must_call and not self.callable_tools:
+            raise Refused(
+                "tool_choice must be left out unless tools has what it requires, got "
+                f"{self.tool_choice!r} with {[_name(tool) for tool in self.offered_tools]}: add it"
+            )
+
+
+def _name(tool: Any) -> object:
+    function = tool.get("function")
+    return function.get("name") if isinstance(function, dict) else None
 
 
 class CompletionRequest(SamplingRequest):

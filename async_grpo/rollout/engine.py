@@ -21,6 +21,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitRequest,
     WeightTransferUpdateRequest,
 )
+from vllm.exceptions import VLLMValidationError
 from vllm.inputs import tokens_input
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
@@ -99,6 +100,7 @@ class Engine:
         Cancelling this call ends them in the engine.
 
         Raises:
+            ConfigError: vLLM cannot make a grammar of what the request asks for.
             WorkerError: the request cannot fit the model, or the answer cannot be trained on.
             EngineBrokenError: the engine died.
         """
@@ -111,6 +113,8 @@ class Engine:
                 params = vllm_requests.sampling_params(request)
                 answers = self._llm.generate(prompt, params, request_id, priority=request.priority)
                 *_, final = [output async for output in answers]
+        except VLLMValidationError as error:
+            raise vllm_requests.no_grammar(error) from error
         except (EngineGenerateError, ValueError) as error:
             raise WorkerError(f"vLLM refused question {request.ordinal}: {error}") from error
         finally:

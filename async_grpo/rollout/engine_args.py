@@ -50,7 +50,7 @@ def engine_args(config: WorkerConfig) -> AsyncEngineArgs:
         generation_config="vllm",  # nothing of the sampling comes from the model's folder
         logprobs_mode="processed_logprobs",  # at the sampling temperature
         hf_overrides={"head_dtype": "float32"},  # logits as the trainer computes them
-        skip_tokenizer_init=True,
+        skip_tokenizer_init=False,  # grammars are made of its vocabulary; ids go in and out
         disable_log_stats=True,
         # By itself vLLM may take Ray's executor inside an actor, and another placement with it.
         distributed_executor_backend="mp" if config.tensor_parallel_size > 1 else None,

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Sequence
 import numpy as np
 from vllm import LLM
 from vllm.engine.arg_utils import EngineArgs
+from vllm.exceptions import VLLMValidationError
 from vllm.inputs import tokens_input
 from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RequestOutputKind
@@ -20,7 +21,7 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.rollout.engine_args import USAGE, engine_args
-from async_grpo.rollout.vllm_requests import read_logprobs, sampling_params
+from async_grpo.rollout.vllm_requests import no_grammar, read_logprobs, sampling_params
 from async_grpo.types import GenerationRequest, Turn
 from async_grpo.types.samples import FinishReason
 from async_grpo.util.errors import WorkerError
@@ -45,7 +46,9 @@ class ServedEngine:
     async def pieces(self, request: GenerationRequest) -> AsyncIterator[Turn]:
         """One output in pieces as they are sampled, without texts and versions.
 
-        Raises `WorkerError` when the engine dies, or refuses the request.
+        Raises:
+            ConfigError: vLLM cannot make a grammar of what the request asks for.
+            WorkerError: the engine died, or refused the request.
         """
         params = sampling_params(request)
         params.output_kind = RequestOutputKind.DELTA
@@ -58,6 +61,8 @@ class ServedEngine:
                 yield Turn(token_ids, read_logprobs(output), (), ended, text="")
         except EngineDeadError as error:
             raise WorkerError(f"the engine died: {error}") from error
+        except VLLMValidationError as error:
+            raise no_grammar(error) from error
         except (EngineGenerateError, ValueError) as error:
             raise WorkerError(f"vLLM refused a request: {error}") from error
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 from vllm import SamplingParams
 from vllm.inputs import tokens_input
 from vllm.outputs import CompletionOutput, RequestOutput
-from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import RequestOutputCollector
@@ -25,7 +26,7 @@ from async_grpo.types import (
     WeightsVersion,
 )
 from async_grpo.util import deadlines
-from async_grpo.util.errors import WorkerError
+from async_grpo.util.errors import ConfigError, WorkerError
 
 MAX_SEED = 2**63 - 1
 FIRST_IN_QUEUE = -1  # a priority; all other requests have 0 or more
@@ -34,6 +35,7 @@ FIRST_IN_QUEUE = -1  # a priority; all other requests have 0 or more
 def sampling_params(request: GenerationRequest) -> SamplingParams:
     """Sampling by temperature, which the trainer can score; evaluations may add top-p."""
     sampling, seed = request.sampling, request.seed
+    grammar = StructuredOutputsParams(**json.loads(sampling.grammar)) if sampling.grammar else None
     if seed is not None:  # vLLM gives output i the seed + i
         seed %= MAX_SEED - request.num_samples
     return SamplingParams(
@@ -42,13 +44,22 @@ def sampling_params(request: GenerationRequest) -> SamplingParams:
         top_p=sampling.top_p,
         max_tokens=sampling.max_tokens,
         stop_token_ids=list(sampling.stop_token_ids),
-        ignore_eos=True,  # only the contract's stop ids end an output
+        # Only the contract's stop ids end an output; a grammar ends with any that vLLM knows.
+        ignore_eos=grammar is None,
         seed=seed,
         logprobs=0,  # that of the sampled token only
         flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
+        structured_outputs=grammar,
     )
+
+
+def no_grammar(error: BaseException) -> ConfigError:
+    """The error for a request whose grammar vLLM refuses; the first of its attempts says why."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return ConfigError(f"a schema must be one that vLLM can make a grammar of, got: {error}")
 
 
 def read_completion(output: CompletionOutput) -> Turn:

@@ -133,6 +133,11 @@ class Pipeline:
     perc_masked_samples = quotient("masked_samples", "num_samples", "fraction", "Masked samples")
     """share (0 to 1) of samples without a trained token, as --mask-truncated-samples makes those
     cut: in the baseline and in D, with 0 tokens"""
+    perc_constrained_tokens = quotient(
+        "constrained_tokens", "output_tokens", "fraction", "Constrained tokens"
+    )
+    """share (0 to 1) of output tokens sampled under a grammar (--constrained-outputs): read, not
+    trained, and in no other metric of training"""
     perc_with_0_advantage = quotient(
         "zero_advantage_samples", "num_samples", "fraction", "Samples without advantage"
     )

@@ -128,6 +128,7 @@ class EpisodesRequest:
     seed: int | None = None  # from which each turn's seed is made; None: the engine's state
     turn_timeout_s: float = 0.0  # 0: a turn or an episode has no limit while it makes progress
     episode_timeout_s: float = 0.0
+    constrains: bool = False  # of --constrained-outputs: grammars of turns are followed
     lease_id: int = 0  # of the episodes and their requests for turns
 
 

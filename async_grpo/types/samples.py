@@ -64,6 +64,7 @@ class SamplingContract(Message):
     stop_token_ids: tuple[int, ...]  # trained on, as the last token of a finished output
     max_tokens: int  # longest output, in tokens
     top_p: float = 1.0  # of evaluations: training samples from the whole distribution
+    grammar: str = ""  # vLLM's structured outputs as JSON; what it forces upon the model is masked
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,6 +78,7 @@ class Turn(Message):
     finish_reason: FinishReason  # max_tokens: at a shorter longest output than the run's
     text: str  # decoded for verifiers and users, without special tokens
     worker_id: str = ""  # of the worker that has its prefix cached
+    is_constrained: bool = False  # sampled under a grammar: not the policy's own, never trained
 
     def stopped(self, length: int, *, text: str) -> Turn:
         """The turn cut to its first `length` tokens, whose text is `text`, as if it ended there."""
@@ -165,6 +167,16 @@ class Episode(Message):
     def num_sampled_tokens(self) -> int:
         """Tokens of all turns."""
         return sum(row.num_sampled_tokens for row in self.rows)
+
+    @property
+    def num_constrained_tokens(self) -> int:
+        """Of these, the tokens of turns under a grammar."""
+        return sum(len(turn.token_ids) for turn in self.turns if turn.is_constrained)
+
+    @property
+    def is_forced(self) -> bool:
+        """Whether every turn was sampled under a grammar."""
+        return bool(self.turns) and all(turn.is_constrained for turn in self.turns)
 
     @property
     def longest_turn(self) -> int:

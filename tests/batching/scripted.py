@@ -140,13 +140,22 @@ def make_question(num_tokens=3):
     return Question(np.arange(num_tokens, dtype=np.int32), "2+2=", "4", {})
 
 
-def make_completion(version, *, num_tokens=4, finish_reason="stop", spans=None, logprob=-0.5):
+def make_completion(
+    version,
+    *,
+    num_tokens=4,
+    finish_reason="stop",
+    spans=None,
+    logprob=-0.5,
+    is_constrained=False,
+):
     return Turn(
         token_ids=np.arange(num_tokens, dtype=np.int32),
         logprobs=np.full(num_tokens, logprob, dtype=np.float32),
         weights_versions=spans or (VersionSpan(version, 0, num_tokens),),
         finish_reason=finish_reason,
         text="four",
+        is_constrained=is_constrained,
     )
 
 

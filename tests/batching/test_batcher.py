@@ -3,6 +3,7 @@
 import asyncio
 import json
 import pickle
+from dataclasses import replace
 
 import pytest
 from script import Script
@@ -158,6 +159,34 @@ def test_a_batch_in_which_nothing_could_be_graded_ends_the_run_before_it_is_trai
     failing = frozenset(range(4, 8)) - dropped
     running = Run(Script(config=make_config(), failing=failing, dropped=dropped))
     with pytest.raises(WorkerError, match=r"none of batch 2 could be: reward scripted: killed; on"):
+        run(running.train())
+    assert running.num_published < 2
+
+
+@pytest.mark.parametrize("num_free", [0, 1])
+def test_a_batch_that_grammars_have_sampled_ends_the_run_before_it_is_trained(num_free):
+    """One group of another batch, or of the same one, has a turn of the policy's own."""
+    running = Run(Script(config=make_config(), max_rows=3))
+    play = running.cluster.play
+
+    async def constrained(request):
+        played = await play(request)
+        if request.ordinal not in range(4 + num_free, 8):
+            return played
+        episodes = (
+            replace(
+                episode.untrained(),
+                turns=tuple(replace(turn, is_constrained=True) for turn in episode.turns),
+            )
+            for episode in played.episodes
+        )
+        return replace(played, episodes=tuple(episodes))
+
+    running.cluster.play = constrained
+    if num_free:
+        run(running.train())
+        return
+    with pytest.raises(ConfigError, match="every one of batch 2 was sampled under a grammar"):
         run(running.train())
     assert running.num_published < 2
 

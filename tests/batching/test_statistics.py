@@ -33,12 +33,18 @@ def close(*groups, max_staleness=3):
     return sums.close(STEP)[2]
 
 
+def of_grammar(num_tokens):
+    return {"num_tokens": num_tokens, "is_constrained": True}
+
+
 def test_a_group_is_counted_in_full():
     unscorable = make_verdict(0.0, status="unscorable", format_reward=0.5, cause="overrun")
     sums = group_sums(
         (
             make_sample(VERSION, reward=1.0, num_tokens=4, overlong_penalty=0.25),
-            make_sample(VERSION, reward=0.25, num_tokens=6, finish_reason="length", advantage=0.0),
+            make_sample(
+                VERSION, reward=0.25, finish_reason="length", advantage=0.0, **of_grammar(6)
+            ),
             make_sample(VERSION, verdict=unscorable, num_masked=4, kl_penalty=-0.5, **older(1)),
         )
     )
@@ -56,6 +62,7 @@ def test_a_group_is_counted_in_full():
         "overlong_penalty_sum": 0.25,
         "kl_penalty_sum": -0.5,
         "output_tokens": 14,
+        "constrained_tokens": 6,
         "prompt_tokens": 9,
         "truncated_samples": 1,
         "masked_samples": 1,

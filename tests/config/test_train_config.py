@@ -25,6 +25,10 @@ def config(**options):
             "--stall-timeout-s must be at least 10, workers tell of their t",
         ),
         ({"generation_timeout_s": -1.0}, "--generation-timeout-s must not be negative, got -1.0"),
+        (
+            {"constrained_outputs": True},
+            "--constrained-outputs needs an --environment that asks for JSON, got True: leave it",
+        ),
         ({"temperature": 0.0}, "--temperature must be positive for training, got 0.0"),
         ({"learning_rate": 3.0}, r"--learning-rate must be at most 0.01, .* got 3.0: 1e-6 to 1e-5"),
         *(

@@ -90,6 +90,34 @@ def test_what_is_read_between_turns_is_masked_and_a_rewritten_history_forks():
     assert (second.prompt_token_ids.tolist(), second.token_ids.tolist()) == ([99, 5], [4])
 
 
+@pytest.mark.parametrize("constrains", [False, True])
+def test_a_turn_under_a_grammar_is_read_and_not_trained(constrains):
+    grammars, answers = [], iter([[1, 2], [3], [4, 5]])
+
+    async def generate(history, sampling, prefer):
+        grammars.append(sampling.grammar)
+        return make_turn(next(answers))
+
+    async def scene():
+        policy = EpisodePolicy(
+            generate, sampling=contract, max_row_tokens=99, constrains=constrains
+        )
+        await policy.sample([9])
+        await policy.sample([9, 1, 2, 7], grammar="{}")
+        await policy.sample([9, 1, 2, 7, 3])
+        return policy.episode()
+
+    contract = SamplingContract(1.0, (1,), 6)
+    episode = asyncio.run(scene())
+    (row,) = episode.rows
+    assert row.token_ids.tolist() == [1, 2, 7, 3, 4, 5]
+    assert row.loss_mask.tolist() == [True, True, False, not constrains, True, True]
+    assert grammars == ["", "{}" if constrains else "", ""]
+    assert episode.num_constrained_tokens == constrains
+    assert not episode.is_forced
+    assert episode.num_sampled_tokens == 5
+
+
 def test_a_turn_that_ends_at_its_own_max_tokens_is_not_truncated_by_the_run():
     async def generate(history, sampling, prefer):
         return make_turn([9] * sampling.max_tokens, finish_reason="length")

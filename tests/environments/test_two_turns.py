@@ -31,7 +31,7 @@ def sampled_group(learner, environment, ordinal):
     prompt = rng.integers(2, 50, size=3).astype(np.int32)
     question = Question(prompt, "guess", str(rng.integers(5, 50)), {})
     engine = OracleEngine(oracle_twin(learner.policy.model), seed=ordinal)
-    group = asyncio.run(play(environment, engine, make_request(question)))
+    group = asyncio.run(play(environment, engine, make_request(question, constrains=True)))
     samples = [
         Sample(ordinal, index, question, episode, verdict, advantage=0.0)
         for index, (episode, verdict) in enumerate(zip(group.episodes, group.verdicts, strict=True))
@@ -39,7 +39,7 @@ def sampled_group(learner, environment, ordinal):
     return learner.algorithm.finish_group(Group(ordinal, 0, tuple(samples))).samples
 
 
-@pytest.mark.parametrize("name", ["TwoTurns", "Forgetful"])
+@pytest.mark.parametrize("name", ["TwoTurns", "Forgetful", "Structured"])
 @pytest.mark.parametrize("aggregation", ["sample-mean", "token-mean"])
 def test_steps_over_two_turns_have_the_oracle_s_gradient(name, aggregation, tmp_path):
     environment = make_environment(users_environment(f"{HERE}/two_turns.py:{name}"))
@@ -80,6 +80,15 @@ def test_what_the_environment_says_is_read_and_not_trained(tmp_path):
         assert row.token_ids[row.loss_mask].tolist() == sampled.tolist()
         assert (row.token_ids[~row.loss_mask] >= HIGHER).all()
     assert any(len(sample.episode.turns) == 2 for sample in samples)
+
+
+def test_an_episode_with_constrained_tokens_trains_exactly_the_others(tmp_path):
+    environment = make_environment(users_environment(f"{HERE}/two_turns.py:Structured"))
+    for sample in sampled_group(make_learner(tmp_path, **OPTIONS), environment, 3):
+        (row,) = sample.episode.rows
+        _, second = sample.episode.turns
+        assert row.token_ids[row.loss_mask].tolist() == second.token_ids.tolist()
+        assert sample.num_trained_tokens == len(second.token_ids)
 
 
 def test_the_parts_of_an_episode_carry_the_weight_of_the_whole(tmp_path):

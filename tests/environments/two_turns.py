@@ -30,6 +30,17 @@ class TwoTurns(Environment):
         return [Verdict.scored(1 - error / 64, adapter="distance") for error in errors]
 
 
+class Structured(TwoTurns):
+    """Its first guess has to fit a grammar."""
+
+    async def play(self, question, policy, services):
+        history = question.input_token_ids
+        first = await policy.sample(history, max_tokens=4, grammar="{}")
+        history = np.concatenate([history, first.token_ids, [HIGHER]])
+        await policy.sample(history, max_tokens=4)
+        return policy.episode()
+
+
 class Forgetful(TwoTurns):
     """Reads only what it has heard before its second guess: the history is rewritten."""
 

@@ -1,6 +1,7 @@
 """Agents that know the address of a server only, as processes, played against scripted turns."""
 
 import asyncio
+import json
 import os
 import subprocess
 import sys
@@ -153,6 +154,39 @@ def test_an_agent_that_crashes_on_what_the_model_wrote_ends_its_episode_which_is
     (episode,), asked = played(LOOK + "1 / 0", turn, said("a"))
     assert len(asked) == len(episode.turns) == 1
     assert episode.rows[0].token_ids.tolist() == turn.token_ids.tolist()
+
+
+SCHEMA = {"type": "object", "required": ["x"]}
+IN_JSON = f"""
+form = {{"type": "json_schema", "json_schema": {{"name": "a", "schema": {SCHEMA}}}}}
+json.loads(chat(task, response_format=form)["content"])["x"]
+"""
+
+
+@pytest.mark.parametrize("answer", ["five", '{"y": 1}'])
+def test_an_answer_that_is_not_the_json_asked_for_is_sampled_freely_and_the_model_s(played, answer):
+    (episode,), ((_, sampling, _),) = played(IN_JSON, said(answer))
+    assert sampling.grammar == ""
+    assert episode.rows[0].loss_mask.all()
+
+
+def test_with_constrained_outputs_json_is_sampled_under_its_grammar_and_not_trained(played):
+    (episode,), ((_, sampling, _),) = played(IN_JSON, said('{"x": 1}'), constrains=True)
+    tag = json.loads(json.loads(sampling.grammar)["structural_tag"])
+    assert tag["format"]["json_schema"] == SCHEMA
+    assert not episode.rows[0].loss_mask.any()
+    assert episode.is_forced
+
+
+@pytest.mark.parametrize(
+    "choice", ["'required'", "{'type': 'function', 'function': {'name': 'look'}}"]
+)
+def test_a_required_tool_is_sampled_freely_and_its_lack_is_the_model_s_doing(played, choice):
+    text = LOOK.replace("[tool])", f"[tool], tool_choice={choice})") + "1 / 0"
+    assert choice in text
+    (episode,), ((_, sampling, _),) = played(text, said("five"), constrains=True)
+    assert sampling.grammar == ""
+    assert episode.rows[0].loss_mask.all()
 
 
 def test_an_agent_may_say_that_it_was_the_model_s_doing(played):

@@ -1,5 +1,7 @@
 """The stock `openai` client against the gateway, over HTTP."""
 
+import json
+
 import httpx
 import openai
 import pytest
@@ -65,6 +67,50 @@ def test_streamed_tool_calls_come_whole():
     calls = [c for chunk in chunks for c in chunk.choices[0].delta.tool_calls or ()]
     assert [call.function.name for call in calls] == ["add"]
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
+
+
+MUL = {"type": "function", "function": {"name": "mul"}}
+POINT = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
+IN_JSON = {"type": "json_schema", "json_schema": {"name": "point", "schema": POINT}}
+
+
+def grammar_of(options, answer):
+    """What a chat with these options is sampled under: the format of a structural tag."""
+    sampler = Scripted(said(answer))
+    with listening(sampler) as url:
+        chat(client_of(url), **options)
+    (ask,) = sampler.asked
+    if not ask.grammar:
+        return None
+    tag = json.loads(json.loads(ask.grammar)["structural_tag"])
+    assert tag["type"] == "structural_tag"
+    return tag["format"]
+
+
+def begins(calls):
+    return [tag["begin"].split('"')[3] for tag in calls["tags"]]
+
+
+def test_a_required_tool_is_sampled_under_the_grammar_of_its_calls():
+    options = {"tools": [ADD, MUL], "tool_choice": "required"}
+    calls = grammar_of(options, CALL)
+    assert begins(calls) == ["add", "mul"]
+    assert calls["at_least_one"] and not calls["stop_after_first"]
+    assert calls["tags"][0]["content"]["json_schema"] == {"type": "object"}
+    calls = grammar_of(options | {"parallel_tool_calls": False}, CALL)
+    assert calls["stop_after_first"]
+    named = {"type": "function", "function": {"name": "mul"}}
+    assert begins(grammar_of(options | {"tool_choice": named}, CALL)) == ["mul"]
+    assert grammar_of({"tools": [ADD]}, CALL) is None
+
+
+def test_an_answer_in_json_is_sampled_under_the_grammar_of_its_schema():
+    assert grammar_of({"response_format": IN_JSON}, '{"x": 1}')["json_schema"] == POINT
+    of_any = grammar_of({"response_format": {"type": "json_object"}}, "{}")
+    assert of_any["json_schema"] == {"type": "object"}
+    calls, content = grammar_of({"response_format": IN_JSON, "tools": [ADD]}, CALL)["elements"]
+    assert (begins(calls), content["json_schema"]) == (["add"], POINT)
+    assert grammar_of({"response_format": {"type": "text"}}, "a") is None
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -151,7 +197,13 @@ def test_token_ids_go_in_and_out_as_vllm_has_it():
         ({"temperature": 9}, openai.BadRequestError, "temperature: Input should be less than"),
         ({"messages": []}, openai.BadRequestError, "at least one message, got none"),
         ({"messages": [{"role": "king"}]}, openai.BadRequestError, "a role of system"),
-        ({"tool_choice": "required"}, openai.BadRequestError, "tool_choice must be"),
+        ({"tool_choice": "required"}, openai.BadRequestError, "tool_choice must be left out"),
+        (
+            {"tools": [ADD], "tool_choice": MUL},
+            openai.BadRequestError,
+            "with ['add']: add it",
+        ),
+        ({"response_format": {"type": "xml"}}, openai.BadRequestError, "response_format."),
         (
             {"messages": [{"role": "user", "content": "x" * 5000}]},
             openai.APIStatusError,

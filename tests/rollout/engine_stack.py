@@ -100,7 +100,14 @@ async def until_all_have_tokens(engine, num_tokens):
 
 
 def make_request(
-    *, prompt=LONG_PROMPT, num_samples=4, max_tokens=24, seed=None, stop=(STOP,), lease_id=0
+    *,
+    prompt=LONG_PROMPT,
+    num_samples=4,
+    max_tokens=24,
+    seed=None,
+    stop=(STOP,),
+    lease_id=0,
+    grammar="",
 ):
-    contract = SamplingContract(TEMPERATURE, stop, max_tokens)
+    contract = SamplingContract(TEMPERATURE, stop, max_tokens, grammar=grammar)
     return GenerationRequest(0, 0, prompt, num_samples, contract, seed, lease_id)

@@ -3,6 +3,8 @@
 import asyncio
 import copy
 import dataclasses
+import json
+import re
 
 import numpy as np
 import pytest
@@ -17,9 +19,10 @@ from engine_stack import (
     until_all_have_tokens,
 )
 from tiny_models import load_model, make_model, snapshot_of
+from transformers import AutoTokenizer
 
 from async_grpo.types import VersionSpan, WeightsDelta, WeightsVersion
-from async_grpo.util.errors import WeightSyncError, WorkerError
+from async_grpo.util.errors import ConfigError, WeightSyncError, WorkerError
 from async_grpo.weight_sync.buckets import owner_of
 from async_grpo.weight_sync.delta import encode
 
@@ -43,6 +46,18 @@ def test_logprobs_are_those_of_transformers_before_and_after_an_update(stack):
             num_tokens = len(completion.token_ids)
             assert completion.weights_versions == (VersionSpan(version, 0, num_tokens),)
             assert stack.error_of(completion, version) <= TOLERANCE
+
+
+def test_a_grammar_forces_the_tokens_and_one_that_cannot_be_is_refused(stack):
+    stack.serve(FIRST)
+    tokenizer = AutoTokenizer.from_pretrained(stack.folder)
+    for completion in stack.generate(grammar=json.dumps({"regex": "[0-9]{3}=[0-9]"})):
+        said = tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+        assert re.fullmatch("[0-9]{3}=[0-9].?", said)  # some end with the model's own token
+        assert completion.finish_reason == "stop"
+    with pytest.raises(ConfigError, match="must be one that vLLM can make a grammar of, got: "):
+        stack.generate(grammar=json.dumps({"json": {"type": "banana"}}))
+    stack.generate()
 
 
 def damaged(snapshot):

@@ -112,6 +112,9 @@ class LibraryRenderer:
         self.stop_token_ids = tuple(renderer.get_stop_token_ids())
         self.render([{"role": "user", "content": "a"}])  # raises if tokens are missing
 
+    def calls(self, tools: Sequence[ToolSpec], *, is_one: bool) -> None:
+        """See `Renderer`; the package does not say how its families write calls."""
+
     def render(self, messages: Sequence[Message], *, tools: Sequence[ToolSpec] = ()) -> list[int]:
         """See `Renderer`."""
         clean, specs = self._cleaner.clean(messages, tools)

@@ -117,6 +117,12 @@ class Renderer(Protocol):
     def is_plain(self) -> bool:
         """Whether a turn without tools is all content: no thoughts, no marks."""
 
+    def calls(self, tools: Sequence[ToolSpec], *, is_one: bool) -> Shaped | None:
+        """The grammar of calls of these tools, as a structural tag of xgrammar's; None: none here.
+
+        `is_one`: of exactly one call, else of one or more.
+        """
+
     def render(self, messages: Sequence[Message], *, tools: Sequence[ToolSpec] = ()) -> list[int]:
         """The ids of a whole conversation, up to the start of the model's next turn.
 
@@ -283,6 +289,10 @@ class Dialogue:
     def is_plain(self) -> bool:
         """Whether `text` of the first ids of a turn is the start of its content."""
         return self._renderer.is_plain and not self._tools
+
+    def calls(self, tools: Sequence[ToolSpec], *, is_one: bool) -> Shaped | None:
+        """See `Renderer`."""
+        return self._renderer.calls(tools, is_one=is_one)
 
     def text(self, sampled_ids: Sequence[int]) -> str:
         """The content of a turn, or of the part of it that there is."""

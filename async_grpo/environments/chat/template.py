@@ -69,6 +69,23 @@ class TemplateRenderer:
         last = self._tokenizer.eos_token_id
         return tuple(dict.fromkeys((self._end_id, *([] if last is None else [last]))))
 
+    def calls(self, tools: Sequence[ToolSpec], *, is_one: bool) -> Shaped | None:
+        """See `Renderer`."""
+        if not tools or self._call_form == "unknown":
+            return None
+        functions = [tool["function"] for tool in tools]
+        tags = [
+            {
+                "type": "tag",
+                "begin": f'<tool_call>\n{{"name": {json.dumps(each["name"])}, "arguments": ',
+                "content": json_tag(each.get("parameters") or {"type": "object"}),
+                "end": "}\n</tool_call>",
+            }
+            for each in functions
+        ]
+        several = {"type": "tags_with_separator", "separator": "\n", "at_least_one": True}
+        return {**several, "tags": tags, "stop_after_first": is_one}
+
     def render(self, messages: Sequence[Message], *, tools: Sequence[ToolSpec] = ()) -> list[int]:
         """See `Renderer`."""
         return self._ids(self._text(*self._cleaner.clean(messages, tools), is_asked=True))
@@ -170,6 +187,11 @@ class TemplateRenderer:
 
     def _refusal(self, why: str) -> UnfitModel:
         return UnfitModel(f"the chat template of {self._name} {why}: {REMEDY}")
+
+
+def json_tag(schema: object) -> Shaped:
+    """The grammar of JSON that fits this schema, as a structural tag; models may love blanks."""
+    return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": 2}
 
 
 def read_reply(text: str) -> Reply:
