@@ -51,8 +51,9 @@ test-original: dev-tests ## the command blocks of the original async-grpo's READ
 OTHERS := $(CURDIR)/.venv-others
 test-others: export ASYNC_GRPO_VERIFIERS_PYTHON = $(OTHERS)/verifiers/bin/python
 test-others: export ASYNC_GRPO_OPENENV_PYTHON = $(OTHERS)/openenv/bin/python
-test-others: dev-tests ## verifiers, OpenEnv, W&B and MLflow themselves behind bridges and trackers
-	@tools/setup_others.sh verifiers openenv trackers
+test-others: export ASYNC_GRPO_AGENTS_PYTHON = $(OTHERS)/agents/bin/python
+test-others: dev-tests ## verifiers, OpenEnv, stock agents, W&B and MLflow themselves
+	@tools/setup_others.sh verifiers openenv agents trackers
 	$(TEST_VENV)/bin/python -m pytest tests/bridges
 	$(OTHERS)/trackers/bin/python -m pytest tests/telemetry/test_real_trackers.py
 

@@ -13,7 +13,7 @@ from xdist.scheduler import LoadFileScheduling
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # or Ray leaves a token in the home folder
 HERE = Path(__file__).parent
-collect_ignore = ["bridges/tasksets"]  # of packages that are not installed here
+collect_ignore = ["bridges/agents", "bridges/tasksets"]  # of packages that are not installed here
 ONE_ENGINE = (
     "tests/rollout/test_engine.py",
     "tests/rollout/test_updates_in_flight.py",

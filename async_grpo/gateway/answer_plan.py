@@ -18,7 +18,7 @@ import jsonschema
 
 from async_grpo.environments.chat.messages import Dialogue, Reply
 from async_grpo.environments.chat.template import json_tag
-from async_grpo.gateway import wire
+from async_grpo.gateway import answers, wire
 from async_grpo.gateway.session import Session, TurnRequest
 from async_grpo.types import Turn
 from async_grpo.util.errors import AsyncGrpoError
@@ -30,7 +30,7 @@ MAX_ANSWERS = 256  # to one request: its prompts x n
 class AnswerPlan:
     """The turns that are sampled for one request, and how they are read."""
 
-    heading: wire.Heading
+    form: answers.ChatForm
     turns: Sequence[TurnRequest]  # by the index of their choice
     read: Callable[[Turn], Reply]
     num_prompt: int  # tokens
@@ -38,15 +38,10 @@ class AnswerPlan:
     # From the ids of a turn that goes on to its content so far; None: only its end shows that.
     so_far: Callable[[Sequence[int]], str] | None
 
-    @property
-    def is_chat(self) -> bool:
-        """Whether its choices are messages."""
-        return self.heading.kind == "chat.completion"
-
-    def choice(self, index: int, turn: Turn) -> wire.AnsweredChoice:
+    def choice(self, index: int, turn: Turn) -> answers.AnsweredChoice:
         """The choice number `index`, from its turn."""
         logprobs = self.logprobs(turn) if self.logprobs else None
-        return wire.AnsweredChoice(index, turn, self.read(turn), logprobs)
+        return answers.AnsweredChoice(index, turn, self.read(turn), logprobs)
 
 
 async def chat_plan(session: Session, asked: wire.ChatRequest) -> AnswerPlan:
@@ -70,7 +65,7 @@ async def chat_plan(session: Session, asked: wire.ChatRequest) -> AnswerPlan:
         return reply
 
     return AnswerPlan(
-        wire.Heading("chatcmpl", "chat.completion", asked.model or session.sampler.name),
+        answers.ChatForm(asked.model or session.sampler.name, asked.has_usage),
         _turn_requests(
             session,
             asked,
@@ -82,7 +77,7 @@ async def chat_plan(session: Session, asked: wire.ChatRequest) -> AnswerPlan:
         ),
         read,
         len(prompt_ids),
-        partial(wire.chat_logprobs, decode=session.decode) if asked.logprobs else None,
+        partial(answers.chat_logprobs, decode=session.decode) if asked.logprobs else None,
         (lambda ids: _settled(dialogue.text(ids), stop)) if dialogue.is_plain else None,
     )
 
@@ -132,7 +127,7 @@ def _unfit(content: str, asked: wire.ChatRequest) -> str:
     if asked.content_schema is None:
         return ""
     try:
-        jsonschema.validate(json.loads(content), asked.content_schema)  # type: ignore[arg-type]
+        jsonschema.validate(json.loads(content), asked.content_schema)
     except (ValueError, RecursionError) as error:
         return f"is no JSON, which response_format asks for: {error}"
     except jsonschema.ValidationError as error:
@@ -158,13 +153,13 @@ async def completion_plan(session: Session, asked: wire.CompletionRequest) -> An
     )
     turns = [_turn_requests(session, asked, ids, asked.max_tokens, stop) for ids in prompts]
     return AnswerPlan(
-        wire.Heading("cmpl", "text_completion", asked.model or session.sampler.name),
+        answers.CompletionForm(asked.model or session.sampler.name, asked.has_usage),
         list(chain.from_iterable(turns)),
         lambda turn: Reply(stop.until(session.decode(turn.token_ids.tolist()))),
         sum(map(len, prompts)),
         None
         if asked.logprobs is None
-        else partial(wire.completion_logprobs, decode=session.decode),
+        else partial(answers.completion_logprobs, decode=session.decode),
         lambda ids: _settled(session.decode(ids), stop),
     )
 
@@ -222,7 +217,7 @@ class StopText:
     """The strings that end a turn; a token with more than the end of one is kept whole."""
 
     stops: tuple[str, ...]
-    decode: wire.Decode
+    decode: answers.Decode
 
     def cut(self, turn: Turn) -> Turn:
         """The turn up to the token that completes a stop string; without one the same object."""

@@ -6,6 +6,7 @@ A `Server` listens for it on the event loop that starts it.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import socket
 import time
@@ -13,6 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 import uvicorn
+from openai.types import Model
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -23,6 +25,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from async_grpo.gateway import wire
 from async_grpo.gateway.answer_plan import AnswerPlan, chat_plan, completion_plan, generation
+from async_grpo.gateway.answers import AnsweredChoice, event, generated
+from async_grpo.gateway.responses import ResponsesRequest, response_plan
 from async_grpo.gateway.session import Session, Sessions, TurnRequest
 from async_grpo.gateway.wire import Asked, Refused
 from async_grpo.types import Turn
@@ -42,6 +46,7 @@ def make_app(sessions: Sessions) -> ASGIApp:
     endpoints = _Endpoints(sessions)
     routes = [
         Route("/v1/chat/completions", endpoints.chat, methods=["POST"]),
+        Route("/v1/responses", endpoints.response, methods=["POST"]),
         Route("/v1/completions", endpoints.completion, methods=["POST"]),
         Route("/v1/models", endpoints.models),
         Route("/inference/v1/generate", endpoints.generate, methods=["POST"]),
@@ -66,6 +71,9 @@ class _Endpoints:
     async def chat(self, request: Request) -> Response:
         return await self._answered(request, wire.ChatRequest, chat_plan)
 
+    async def response(self, request: Request) -> Response:
+        return await self._answered(request, ResponsesRequest, response_plan)
+
     async def completion(self, request: Request) -> Response:
         return await self._answered(request, wire.CompletionRequest, completion_plan)
 
@@ -76,19 +84,24 @@ class _Endpoints:
             raise Refused("stream must be false here: leave it out")
         wanted = generation(session, asked.sampling_params, asked.token_ids)
         turns = await _unless_gone(request, _turns(session, wanted))
-        choices = [wire.generated(index, turn) for index, turn in enumerate(turns)]
+        choices = [generated(index, turn) for index, turn in enumerate(turns)]
         return JSONResponse({"request_id": asked.request_id, "choices": choices})
 
     async def models(self, request: Request) -> Response:
         sampler = self._find(request).sampler
-        model = {"id": sampler.name or "policy", "object": "model", "created": int(time.time())}
-        model |= {"owned_by": "async-grpo", "max_model_len": sampler.max_model_len}
-        return JSONResponse({"object": "list", "data": [model]})
+        model = Model.construct(
+            id=sampler.name or "policy",
+            object="model",
+            created=int(time.time()),
+            owned_by="async-grpo",
+            max_model_len=sampler.max_model_len,
+        )
+        return JSONResponse({"object": "list", "data": [model.to_dict()]})
 
     async def turns(self, request: Request) -> Response:
         turns = self._find(request, opens=False).turns
         data = [
-            {"prompt_token_ids": list(sampled.prompt_ids), **wire.generated(index, sampled.turn)}
+            {"prompt_token_ids": list(sampled.prompt_ids), **generated(index, sampled.turn)}
             for index, sampled in enumerate(turns)
         ]
         return JSONResponse({"object": "list", "data": data})
@@ -139,15 +152,15 @@ class _Endpoints:
         self._check(session, asked, asked.model)
         plan = await make_plan(session, asked)
         if asked.stream:
-            has_usage = bool(asked.stream_options and asked.stream_options.include_usage)
-            events = _events(session, plan, has_usage=has_usage)
+            events = _events(session, plan)
             return StreamingResponse(events, media_type="text/event-stream")
         choices = await _unless_gone(request, _choices(session, plan))
-        shown = [choice.message() if plan.is_chat else choice.text() for choice in choices]
-        return JSONResponse(plan.heading.of(shown, usage=wire.usage(plan.num_prompt, choices)))
+        answer = plan.form.whole(choices, plan.num_prompt)
+        content = answer.to_json(indent=None, warnings=False)
+        return Response(content, media_type="application/json")
 
 
-async def _choices(session: Session, plan: AnswerPlan) -> list[wire.AnsweredChoice]:
+async def _choices(session: Session, plan: AnswerPlan) -> list[AnsweredChoice]:
     turns = await _turns(session, plan.turns)
     return [plan.choice(index, turn) for index, turn in enumerate(turns)]
 
@@ -156,10 +169,11 @@ async def _turns(session: Session, wanted: Sequence[TurnRequest]) -> list[Turn]:
     return await together(map(session.turn, wanted), name="turn")
 
 
-async def _events(session: Session, plan: AnswerPlan, *, has_usage: bool) -> AsyncIterator[str]:
+async def _events(session: Session, plan: AnswerPlan) -> AsyncIterator[str]:
     """The events of an answer; those of several choices are sent when all have ended."""
-    delta = wire.chat_delta if plan.is_chat else wire.completion_delta
-    sent = ""
+    form, sent = plan.form, ""
+    for each in form.begin():
+        yield event(each)
     try:
         if len(plan.turns) > 1 or plan.so_far is None or plan.logprobs:
             choices = await _choices(session, plan)
@@ -167,18 +181,15 @@ async def _events(session: Session, plan: AnswerPlan, *, has_usage: bool) -> Asy
             async for turn in session.pieces(plan.turns[0]):
                 text = plan.so_far(turn.token_ids.tolist())
                 if len(text) > len(sent):
-                    yield wire.event(plan.heading.of([delta(0, text[len(sent) :])], is_chunk=True))
+                    for each in form.piece(text[len(sent) :]):
+                        yield event(each)
                     sent = text
             choices = [plan.choice(0, turn)]
-        for choice in choices:
-            for part in choice.deltas(is_chat=plan.is_chat, num_sent=len(sent)):
-                yield wire.event(plan.heading.of([part], is_chunk=True))
-        if has_usage:
-            used = wire.usage(plan.num_prompt, choices)
-            yield wire.event(plan.heading.of([], is_chunk=True, usage=used))
-        yield wire.DONE
+        for each in form.end(choices, plan.num_prompt, num_sent=len(sent)):
+            yield event(each)
+        yield form.last
     except AsyncGrpoError as error:  # the status of the answer has been sent
-        yield wire.event(_as_refused(error).body())
+        yield f"data: {json.dumps(_as_refused(error).body())}\n\n"
 
 
 async def _unless_gone(request: Request, work: Awaitable[T]) -> T:

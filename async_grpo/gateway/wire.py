@@ -1,38 +1,31 @@
-"""Requests and answers in JSON: those of OpenAI's API, and those of vLLM's with token ids.
+"""Requests in JSON: those of OpenAI's API, and those of vLLM's with token ids.
 
 An option that changes how tokens are sampled, so that the trainer could not score them, is refused
 unless the sampler ignores such options. Options without a meaning here are ignored, as other
 servers do.
-
-Legend: a choice is one of the `n` answers to a request.
 """
 
 from __future__ import annotations
 
-import itertools
-import json
-import time
-import uuid
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Annotated, Any, Literal, TypeVar
 
 from openai.types.chat import ChatCompletionNamedToolChoiceParam
 from openai.types.shared import (
+    ErrorObject,
     ResponseFormatJSONObject,
     ResponseFormatJSONSchema,
     ResponseFormatText,
 )
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from async_grpo.environments.chat.messages import Reply
-from async_grpo.types import Turn
 from async_grpo.util.errors import AsyncGrpoError
 
 Count = Annotated[int, Field(ge=1)]
 OneOrMore = str | list[str]
 ResponseFormat = ResponseFormatText | ResponseFormatJSONObject | ResponseFormatJSONSchema
 Asked = TypeVar("Asked", bound=BaseModel)
+T = TypeVar("T")
 Json = dict[str, object]
 MAX_CHOICES = 64
 MAX_STOPS = 64  # every text is searched for each of them
@@ -50,15 +43,21 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
 }
 # Options that would change the answer and are not served, with the values that change nothing.
 UNSERVED: dict[str, tuple[object, ...]] = {
+    "response_format": ({"type": "text"},),  # of all but chats
+    "structured_outputs": (),
     "functions": ([],),
     "echo": (False,),
     "suffix": ("",),
     "best_of": (1,),
     "top_logprobs": (0, 1),
     "prompt_logprobs": (),
+    # Of /v1/responses, which keeps nothing: clients that ask for thoughts to send back get none.
+    "background": (False,),
+    "include": ([], ["reasoning.encrypted_content"]),
+    "truncation": ("disabled",),
+    **dict.fromkeys(("conversation", "previous_response_id", "prompt", "context_management"), ()),
+    "max_tool_calls": (),
 }
-Decode = Callable[[Sequence[int]], str]
-DONE = "data: [DONE]\n\n"
 
 
 class Refused(AsyncGrpoError, ValueError):
@@ -69,7 +68,7 @@ class Refused(AsyncGrpoError, ValueError):
         self.status = status
         self.code = code
 
-    def body(self) -> dict[str, object]:
+    def body(self) -> dict[str, Json]:
         """The answer's JSON.
 
         >>> Refused("no", status=401).body()["error"]["type"]
@@ -77,7 +76,8 @@ class Refused(AsyncGrpoError, ValueError):
         """
         kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
         kind = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
-        return {"error": {"message": str(self), "type": kind, "param": None, "code": self.code}}
+        error = ErrorObject(message=str(self), type=kind, param=None, code=self.code)
+        return {"error": error.to_dict()}
 
 
 class StreamOptions(BaseModel):
@@ -120,6 +120,11 @@ class SamplingRequest(BaseModel):
     def stops(self) -> tuple[str, ...]:
         """The strings that end a turn."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def has_usage(self) -> bool:
+        """Whether a stream says at its end how many tokens it had."""
+        return bool(self.stream_options and self.stream_options.include_usage)
 
     def refuse_unserved(self, *, decides_sampling: bool) -> None:
         """Raise `Refused` for an option that would not be followed."""
@@ -215,135 +220,14 @@ class GenerateRequest(BaseModel):
 
 def read_request(body: bytes, kind: type[Asked]) -> Asked:
     """The request in `body`; raises `Refused` for a body that is not valid."""
+    return checked(kind.model_validate_json, body)
+
+
+def checked(validate: Callable[[T], Asked], content: T) -> Asked:
+    """What `validate` makes of a request's content; raises `Refused` where it is not valid."""
     try:
-        return kind.model_validate_json(body)
+        return validate(content)
     except ValidationError as error:
         wrong = error.errors()[0]
         where = ".".join(map(str, wrong["loc"])) or "the body"
         raise Refused(f"{where}: {wrong['msg']}, got {str(wrong['input'])[:80]!r}") from error
-
-
-@dataclass(frozen=True, slots=True)
-class Heading:
-    """The fields that all parts of one answer have in common."""
-
-    prefix: str  # of the answer's id
-    kind: str  # the field `object`
-    model: str
-    id: str = field(default_factory=lambda: uuid.uuid4().hex)
-    created: int = field(default_factory=lambda: int(time.time()))
-
-    def of(self, choices: Sequence[object], *, is_chunk: bool = False, **more: object) -> Json:
-        """The answer with these choices, or a part of it."""
-        kind = f"{self.kind}.chunk" if is_chunk and self.kind == "chat.completion" else self.kind
-        heading = {"id": f"{self.prefix}-{self.id}", "object": kind, "created": self.created}
-        return {**heading, "model": self.model, "choices": choices, **more}
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class AnsweredChoice:
-    """One answer of the model, to any kind of request."""
-
-    index: int
-    turn: Turn
-    reply: Reply  # to a completion: its text alone
-    logprobs: Json | None = None
-
-    @property
-    def finish_reason(self) -> str:
-        """Why the turn ended."""
-        is_called = any(not call.problem for call in self.reply.tool_calls)
-        return "tool_calls" if is_called else self.turn.finish_reason
-
-    def message(self) -> Json:
-        """The choice of a chat."""
-        end = {"finish_reason": self.finish_reason, "logprobs": self.logprobs}
-        return {"index": self.index, "message": self.reply.message(), **end}
-
-    def text(self, *, num_sent: int = 0) -> Json:
-        """The choice of a completion, without the characters that were sent before."""
-        end = {"finish_reason": self.finish_reason, "logprobs": self.logprobs}
-        return {"index": self.index, "text": self.reply.content[num_sent:], **end}
-
-    def deltas(self, *, is_chat: bool, num_sent: int) -> Iterator[Json]:
-        """The rest of a streamed choice, of whose content `num_sent` characters were sent."""
-        if not is_chat:
-            yield self.text(num_sent=num_sent)
-            return
-        message = self.reply.message()
-        calls = [{"index": i, **call} for i, call in enumerate(message.pop("tool_calls", ()))]
-        rest = chat_delta(self.index, message["content"][num_sent:])
-        yield {**rest, "delta": message | rest["delta"], "logprobs": self.logprobs}
-        if calls:
-            yield {**rest, "delta": {"tool_calls": calls}}
-        yield {**rest, "delta": {}, "finish_reason": self.finish_reason}
-
-
-def usage(num_prompt: int, choices: Sequence[AnsweredChoice]) -> dict[str, int]:
-    """The tokens of the prompts and of all choices."""
-    num_output = sum(len(choice.turn.token_ids) for choice in choices)
-    return {
-        "prompt_tokens": num_prompt,
-        "completion_tokens": num_output,
-        "total_tokens": num_prompt + num_output,
-    }
-
-
-def event(data: Json) -> str:
-    """One server-sent event.
-
-    >>> event({"a": 1})
-    'data: {"a": 1}\\n\\n'
-    """
-    return f"data: {json.dumps(data)}\n\n"
-
-
-def chat_delta(index: int, text: str) -> dict[str, Any]:
-    """A part of a chat's choice, while it is sampled."""
-    delta = {"role": "assistant", "content": text}
-    return {"index": index, "delta": delta, "finish_reason": None, "logprobs": None}
-
-
-def completion_delta(index: int, text: str) -> Json:
-    """A part of a completion's choice, while it is sampled."""
-    return {"index": index, "text": text, "finish_reason": None, "logprobs": None}
-
-
-def chat_logprobs(turn: Turn, decode: Decode) -> Json:
-    """The log-probability of each sampled token, in the form of a chat."""
-    content = []
-    for token_id, logprob in zip(turn.token_ids.tolist(), turn.logprobs.tolist(), strict=True):
-        text = decode([token_id])
-        fields = {"token": text, "logprob": logprob, "bytes": list(text.encode())}
-        content.append({**fields, "top_logprobs": []})
-    return {"content": content, "refusal": None}
-
-
-def completion_logprobs(turn: Turn, decode: Decode) -> Json:
-    """The log-probability of each sampled token, in the form of a completion."""
-    tokens = [decode([token_id]) for token_id in turn.token_ids.tolist()]
-    starts = list(itertools.accumulate(map(len, tokens), initial=0))[:-1]
-    fields = {"tokens": tokens, "token_logprobs": turn.logprobs.tolist(), "top_logprobs": None}
-    return {**fields, "text_offset": starts}
-
-
-def generated(index: int, turn: Turn) -> Json:
-    """A choice of /inference/v1/generate, in vLLM's schema.
-
-    `weight_versions`: which weights sampled which tokens; empty where weights never change.
-    """
-    pairs = zip(turn.token_ids.tolist(), turn.logprobs.tolist(), strict=True)
-    content = [
-        {"token": f"token_id:{token}", "token_id": token, "logprob": logprob, "top_logprobs": []}
-        for token, logprob in pairs
-    ]
-    return {
-        "index": index,
-        "token_ids": turn.token_ids.tolist(),
-        "finish_reason": turn.finish_reason,
-        "logprobs": {"content": content},
-        "weight_versions": [
-            {"version": str(span.version), "start": span.start, "end": span.stop}
-            for span in turn.weights_versions
-        ],
-    }

@@ -62,6 +62,35 @@ def test_each_bad_field_is_one_sentence_that_names_it():
             assert "a prompt must be at least one token, of ids from 0 to" in message
 
 
+CALLED = {"type": "function_call", "call_id": 5, "name": "f", "arguments": "{}"}
+MALFORMED = [
+    ("/v1/chat/completions", {"messages": ASKED, "tools": [{}], "tool_choice": "required"}),
+    ("/v1/chat/completions", {"messages": ASKED, "tools": [{"function": "f"}]}),
+    ("/v1/chat/completions", {"messages": ASKED, "tool_choice": {"type": "function"}}),
+    ("/v1/chat/completions", {"messages": ASKED, "response_format": {"type": "json_schema"}}),
+    ("/v1/completions", {"prompt": "a", "response_format": {"type": "json_object"}}),
+    ("/v1/chat/completions", {"messages": ASKED, "structured_outputs": {"regex": "a"}}),
+    ("/v1/responses", {"input": 5}),
+    ("/v1/responses", {"input": ["x"]}),
+    ("/v1/responses", {"input": [{"type": {}}]}),
+    ("/v1/responses", {"input": [{"type": "message", "role": ["user"], "content": "x"}]}),
+    ("/v1/responses", {"input": [{"type": "message", "role": "user", "content": 5}]}),
+    ("/v1/responses", {"input": [CALLED | {"arguments": "{"}]}),
+    ("/v1/responses", {"input": [CALLED | {"arguments": None, "name": None}]}),
+    ("/v1/responses", {"input": [{"type": "function_call_output", "output": 5}]}),
+    ("/v1/responses", {"input": "x", "tools": [{"type": "function"}]}),
+    ("/v1/responses", {"input": "x", "tools": [{"type": "function", "name": 5}]}),
+    ("/v1/responses", {"input": "x", "tool_choice": {"type": "function", "name": 5}}),
+    ("/v1/responses", {"input": "x", "text": {"format": {"type": "json_schema"}}}),
+]
+
+
+def test_requests_without_the_form_of_one_are_refused_and_nothing_is_sampled():
+    with listening(Scripted()) as url:
+        for path, body in MALFORMED:
+            assert "\n" not in refusal(ask(url, path, **body)), body
+
+
 def test_prompts_times_choices_are_bounded():
     with listening(Scripted(*[ids_of("a")] * 4)) as url:
         message = refusal(ask(url, "/v1/completions", prompt=["a"] * (MAX_ANSWERS // 2 + 1), n=2))

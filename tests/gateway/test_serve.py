@@ -1,5 +1,7 @@
 """`async-grpo serve` with a real engine, asked by the stock client."""
 
+import contextlib
+import json
 import os
 import re
 import signal
@@ -8,6 +10,7 @@ import sys
 from pathlib import Path
 
 import httpx
+import jsonschema
 import openai
 import pytest
 from transformers import AutoTokenizer
@@ -16,16 +19,31 @@ from transformers import AutoTokenizer
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 MODEL = str(Path(__file__).parents[2] / "sample-data" / "tiny-countdown")
 NAME = "tiny"
+CHAT_MODEL = str(Path(MODEL).parent / "tiny-chat")
+NUMBER = {"type": "integer", "minimum": 0, "maximum": 99}
+MUL = {
+    "type": "function",
+    "function": {
+        "name": "mul",
+        "parameters": {"type": "object", "properties": {"a": NUMBER}, "required": ["a"]},
+    },
+}
+FLAG = {
+    "type": "object",
+    "properties": {"x": {"type": "boolean"}},
+    "required": ["x"],
+    "additionalProperties": False,
+}
 PROMPT = "use 2 9 8 to make 15\n"
 END_S = 60.0
 
 
-@pytest.fixture(scope="module")
-def served():
+@contextlib.contextmanager
+def serving(model, *, longest):
     """Base URL and token; the server is asked to end, and must."""
-    command = [sys.executable, "-m", "async_grpo.cli.main", "serve", MODEL, "--port", "0"]
+    command = [sys.executable, "-m", "async_grpo.cli.main", "serve", model, "--port", "0"]
     process = subprocess.Popen(
-        [*command, "--max-model-len", "64", "--served-model-name", NAME],
+        [*command, "--max-model-len", str(longest), "--served-model-name", NAME],
         stdout=subprocess.PIPE,
         text=True,
         env=os.environ,
@@ -37,6 +55,21 @@ def served():
     finally:
         process.send_signal(signal.SIGTERM)
         assert process.wait(END_S) == 128 + signal.SIGTERM
+
+
+@pytest.fixture(scope="module")
+def served():
+    with serving(MODEL, longest=64) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def chat():
+    with serving(CHAT_MODEL, longest=512) as (url, token):
+        client = openai.OpenAI(base_url=url, api_key=token, max_retries=0)
+        asked = {"model": CHAT_MODEL, "messages": [{"role": "user", "content": PROMPT}]}
+        chats = client.chat.completions
+        yield lambda **options: chats.create(**asked, max_tokens=120, seed=1, **options).choices[0]
 
 
 @pytest.fixture
@@ -88,6 +121,18 @@ def test_the_ids_of_a_session_are_those_that_were_sampled(served):
     assert [turn["logprobs"] for turn in turns] == [choice["logprobs"] for choice in got]
     assert all(len(c["logprobs"]["content"]) == len(c["token_ids"]) for c in got)
     assert all(each["logprob"] <= 0 for c in got for each in c["logprobs"]["content"])
+
+
+def test_tools_and_json_are_sampled_under_their_grammars(chat):
+    called = chat(tools=[MUL], tool_choice="required", parallel_tool_calls=False)
+    (call,) = called.message.tool_calls
+    assert (call.function.name, called.finish_reason) == ("mul", "tool_calls")
+    jsonschema.validate(json.loads(call.function.arguments), MUL["function"]["parameters"])
+    form = {"type": "json_schema", "json_schema": {"name": "flag", "schema": FLAG}}
+    jsonschema.validate(json.loads(chat(response_format=form).message.content), FLAG)
+    wrong = {"type": "json_schema", "json_schema": {"name": "wrong", "schema": {"type": "banana"}}}
+    with pytest.raises(openai.BadRequestError, match="a schema must be one that vLLM can make a g"):
+        chat(response_format=wrong)
 
 
 def test_what_the_model_cannot_do_is_refused(served, complete):
