@@ -1,5 +1,6 @@
 """Real runs of a model that chats: a tool, an unchanged agent, a judge, and the run's gateway."""
 
+import re
 import subprocess
 import sys
 
@@ -34,6 +35,16 @@ class Judged(Environment):
             said = await services.ask_judge("strict", messages, temperature=0, max_tokens=16)
             verdicts.append(Verdict("scored", number + len(said), None, "judge", said, 0.0))
         return verdicts
+"""
+PLANS = """
+from async_grpo.environments.base import Environment
+
+class Plans(Environment):
+    async def play(self, question, policy, services):
+        history = list(question.input_token_ids)
+        plan = await policy.sample(history, max_tokens=16, grammar='{"regex": "[0-9]{2}=[0-9]"}')
+        await policy.sample([*history, *plan.token_ids])
+        return policy.episode()
 """
 
 
@@ -154,6 +165,25 @@ def test_an_agent_that_knows_openai_only_trains_what_the_engine_sampled(train, f
         assert command.wait(timeout_s=2 * READY_S) == 0, command.err[-4000:]
     check_steps(folder / "agent", number=2)
     check_tokens(folder / "agent")
+
+
+def test_a_turn_under_a_grammar_is_read_and_counted_and_the_next_one_trained(train, folder):
+    (folder / "plans.py").write_text(PLANS)
+    options = ("--num-training-batches", 2, "--batch-size", 2, "--constrained-outputs")
+    with train("plans", f"{folder}/plans.py:Plans", *options) as command:
+        assert command.wait(timeout_s=READY_S) == 0, command.err[-4000:]
+    check_steps(folder / "plans", number=2)
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    num_constrained = num_sampled = 0
+    for sample in read_samples(folder / "plans"):
+        plan, answer = (turn["num_tokens"] for turn in sample["turns"] if turn["role"] == "model")
+        assert sample["loss_mask"] == [False] * plan + [True] * answer
+        said = tokenizer.decode(sample["output_token_ids"][:plan], skip_special_tokens=True)
+        assert re.fullmatch("[0-9]{2}=[0-9]", said)
+        num_constrained, num_sampled = num_constrained + plan, num_sampled + plan + answer
+    rows = read_lines(folder / "plans" / "training_metrics.jsonl")
+    shares = [row["perc_constrained_tokens"] for row in rows]
+    assert min(shares) <= num_constrained / num_sampled <= max(shares)
 
 
 def test_a_judge_of_its_own_model_grades_a_run(train, workers, folder):
