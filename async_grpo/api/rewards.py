@@ -52,6 +52,7 @@ class RewardFile:
     names: tuple[str, ...]  # as --reward-fns takes them
     path: Path
     text: str  # of the file; empty: none is needed
+    asks: bool = False  # it is one asynchronous reward, which an environment worker runs
 
     def write(self) -> None:
         """Write the file, whose name has its hash: no other file is replaced."""
@@ -82,12 +83,20 @@ def reward_file(rewards: Rewards, *, folder: Path) -> RewardFile:
     path = folder / f"rewards_{sha256(pickled).hexdigest()[:8]}.py"
     if functions and "," in str(path):
         raise ConfigError(f"output_dir must hold no comma, got {str(folder)!r}: name another")
-    named = (f"{path}:{name}" if name in functions else name for name in names)
-    return RewardFile(tuple(named), path, _text(functions, pickled) if functions else "")
+    named = tuple(f"{path}:{name}" if name in functions else name for name in names)
+    asks = any(map(inspect.iscoroutinefunction, functions.values()))
+    if asks and len(named) > 1:
+        raise ConfigError(
+            f"an asynchronous reward must be the only one, got {', '.join(names)}: await the "
+            "others in it, `services.verify(question, [episode])` asks those of --reward-fns"
+        )
+    return RewardFile(named, path, _text(functions, pickled) if functions else "", asks)
 
 
 def check_reward(reward: object) -> None:
     """Raise `ConfigError` unless `reward` can be called with one sample.
+
+    An asynchronous one is called with (question, episode, services).
 
     >>> check_reward(lambda prompts, completions: 1.0)
     Traceback (most recent call last):
@@ -98,21 +107,23 @@ data's columns
     name = getattr(reward, "__name__", repr(reward))
     if not callable(reward):
         raise ConfigError(f"reward must be a function or a name, got {reward!r}: give one")
-    if inspect.iscoroutinefunction(reward) or inspect.isgeneratorfunction(reward):
-        raise ConfigError(
-            f"reward {name} must be a plain function, got an asynchronous one or a generator: "
-            "have it return a number"
-        )
+    if inspect.isgeneratorfunction(reward) or inspect.isasyncgenfunction(reward):
+        raise ConfigError(f"reward {name} must be no generator: have it return a number")
+    asks = inspect.iscoroutinefunction(reward)
     try:
         signature = inspect.signature(reward)
     except (ValueError, TypeError):  # of functions written in C
         return
     try:
-        signature.bind({})
+        signature.bind(*({}, {}, {}) if asks else ({},))
     except TypeError:
+        rule, wanted = "one sample, a dict", "def my_reward(sample)"
+        has = ", which has input, answer, output and the data's columns"
+        if asks:
+            rule, has = "a question, an episode and services", ""
+            wanted = "async def my_reward(question, episode, services)"
         raise ConfigError(
-            f"reward {name} must take one sample, a dict, got {signature}: write def "
-            "my_reward(sample), which has input, answer, output and the data's columns"
+            f"reward {name} must take {rule}, got {signature}: write {wanted}{has}"
         ) from None
 
 
@@ -165,7 +176,13 @@ def _free_name(reward: Reward, *, taken: Mapping[str, Reward]) -> str:
 
 def _text(functions: Mapping[str, Reward], pickled: bytes) -> str:
     encoded = textwrap.wrap(base64.b64encode(pickled).decode(), 90)
-    return FILE.format(
+    # Who reads the text alone sees what an asynchronous reward asks.
+    shown = [
+        f"if False:\n{textwrap.indent(source_of(each), '    ')}\n"
+        for each in functions.values()
+        if inspect.iscoroutinefunction(each)
+    ]
+    return "\n".join(shown) + FILE.format(
         python=platform.python_version(),
         cloudpickle=cloudpickle.__version__,
         source="\n#\n".join(map(_as_comment, functions.values())),
@@ -173,9 +190,14 @@ def _text(functions: Mapping[str, Reward], pickled: bytes) -> str:
     )
 
 
-def _as_comment(function: Reward) -> str:
+def source_of(function: Reward) -> str:
+    """As it was written; where that is not known, its representation."""
     try:
-        source = textwrap.dedent(inspect.getsource(function))
+        return textwrap.dedent(inspect.getsource(function))
     except (OSError, TypeError):
-        source = re.sub(r" at 0x\w+", "", repr(function))
+        return re.sub(r" at 0x\w+", "", repr(function))
+
+
+def _as_comment(function: Reward) -> str:
+    source = source_of(function)
     return "\n".join(f"#     {line}".rstrip() for line in source.splitlines())

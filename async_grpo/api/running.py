@@ -104,7 +104,11 @@ def plan_run(
         tables = with_workers(tables, first)
         if reward is not None:
             rewards = reward_file(reward, folder=first.folder)
-            tables = with_rewards(tables, rewards.names)
+            if rewards.asks:
+                tables = with_asking_reward(tables, *rewards.names, run=first)
+                rewards.write()  # whoever plans the run reads it
+            else:
+                tables = with_rewards(tables, rewards.names)
         plan = planned(trust=True, **_launch_options(file, tables, given))
         check_overwrite(plan.train.recording, is_typed=plan.types_overwrite)
         check_free(plan.folder)
@@ -288,6 +292,19 @@ def with_rewards(tables: Tables, names: Sequence[str]) -> Tables:
         for table in workers
     ]
     return {**tables, "worker": graded}
+
+
+def with_asking_reward(tables: Tables, name: str, *, run: LocalRun) -> Tables:
+    """The tables with an asynchronous reward as the environment, and a worker that plays it."""
+    if run.train.environments != {"single_turn"}:
+        raise ConfigError(
+            f"an asynchronous reward grades questions of one turn, got the environment "
+            f"{', '.join(sorted(run.train.environments))}: await the reward in its `grade`"
+        )
+    workers = tables.get("worker", [])
+    if workers and ENVIRONMENT not in (table.get("mode") for table in workers):
+        tables = {**tables, "worker": [*workers, {"mode": ENVIRONMENT}]}
+    return {**tables, "train": [{**table, "environment": name} for table in tables["train"]]}
 
 
 def _listed(tables: object) -> Sequence[object]:

@@ -25,6 +25,8 @@ from async_grpo.environments.chat.messages import Dialogue, Message, ToolSpec
 from async_grpo.environments.judging import VerdictForm
 from async_grpo.types import Episode, Question, Turn, Verdict
 from async_grpo.util.errors import WorkerError, escaped
+from async_grpo.util.waiting import together
+from async_grpo.verification.graders import UnscorableError
 
 T = TypeVar("T")
 
@@ -187,3 +189,48 @@ class SingleTurn(Environment):
         """Sample one answer to the question."""
         await policy.sample(question.input_token_ids)
         return policy.episode()
+
+
+class GradedTurn(SingleTurn):
+    """One turn, graded by an asynchronous reward: `--environment my_rewards.py:my_reward`.
+
+    It is played and graded in an environment worker, so that the reward may ask services.
+    """
+
+    def __init__(self, reward: Callable[..., Awaitable[Any]], *, name: str) -> None:
+        """`reward` takes (question, episode, services); if it is groupwise, all episodes."""
+        self._reward = reward
+        self._name = name
+
+    async def grade(
+        self, question: Question, episodes: Sequence[Episode], services: Services
+    ) -> Sequence[Verdict]:
+        """What the reward says; whatever it raises, but for `UnscorableError`, fails the group."""
+        if getattr(self._reward, "groupwise", False):
+            results = list(await self._reward(question, episodes, services))
+        else:
+            work = (self._one(question, episode, services) for episode in episodes)
+            results = await together(work, name="reward")
+        return [self._verdict(result) for result in results]
+
+    async def _one(self, question: Question, episode: Episode, services: Services) -> object:
+        try:
+            return await self._reward(question, episode, services)
+        except UnscorableError as error:
+            return error
+
+    def _verdict(self, result: object) -> Verdict:
+        if isinstance(result, Verdict):  # such as that of `services.verify`
+            return result
+        if isinstance(result, UnscorableError):
+            return Verdict("unscorable", 0.0, result.format_reward, self._name, str(result), 0.0)
+        parts = result if isinstance(result, Mapping) else {"reward": result}
+        try:
+            reward, other = float(parts["reward"]), parts.get("format_reward")
+            return Verdict(
+                "scored", reward, None if other is None else float(other), self._name, "", 0.0
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise TypeError(
+                f"reward {self._name} must return a number, or a dict with 'reward', got {result!r}"
+            ) from error

@@ -5,13 +5,14 @@ The trainer reads the text of the user's code, without running it; environment w
 
 from __future__ import annotations
 
+import inspect
 import os
 import shlex
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
 
-from async_grpo.environments.base import Environment, SingleTurn
+from async_grpo.environments.base import Environment, GradedTurn, SingleTurn
 from async_grpo.util.add_ons import add_on
 from async_grpo.util.errors import ConfigError
 from async_grpo.util.user_code import UserCode, hash_imported, split_arguments, text_of
@@ -56,6 +57,11 @@ def check_environments(names: Iterable[str]) -> None:
         code = users_environment(name)
         if code and not _prefix(name):
             code.check_defined()
+            if code.is_function == "plain":
+                raise ConfigError(
+                    f"--environment must be a class, or an `async def` reward, got the plain "
+                    f"function {name}: name it in --reward-fns, or have it await a service"
+                )
 
 
 def grades_itself(name: str) -> bool:
@@ -63,7 +69,8 @@ def grades_itself(name: str) -> bool:
     code = users_environment(name)
     if code is None or _prefix(name):
         return _prefix(name) in (VERIFIERS, OPENENV)
-    return code.defines("grade") and not code.asks("verify")
+    is_own = code.defines("grade") or code.is_function == "asynchronous"
+    return is_own and not code.asks("verify")
 
 
 def asked_services(name: str) -> tuple[str, ...]:
@@ -73,13 +80,15 @@ def asked_services(name: str) -> tuple[str, ...]:
 
 
 def make_environment(code: UserCode) -> Environment:
-    """Import the class and make its object; called in processes of environment workers only.
+    """Import the class, or the reward, and make its object; called in environment workers only.
 
     Raises `ConfigError` for a class that is no environment, or that cannot be made.
     """
     if prefix := _prefix(code.name):
         code.require_same(_hosted(code.name, prefix))
         return add_on(f"environment.{prefix[:-1]}")(_words(code.name))
+    if inspect.iscoroutinefunction(reward := code.run()):
+        return GradedTurn(reward, name=code.name.rpartition(":")[2])
     environment = code.load(Environment)
     try:
         return code.make(environment)

@@ -28,7 +28,7 @@ from modulefinder import ModuleFinder
 from pathlib import Path
 from traceback import FrameSummary
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from async_grpo.util.errors import ConfigError
 
@@ -211,7 +211,8 @@ class UserCode:
         The text is not run: a star import or a change of globals counts as a definition.
         """
         nodes = self._nodes()
-        bound = {node.name for node in nodes if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+        named = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+        bound = {node.name for node in nodes if isinstance(node, named)}
         bound |= {node.id for node in nodes if isinstance(node, ast.Name)}
         for node in nodes:
             if isinstance(node, ast.Import | ast.ImportFrom):
@@ -274,6 +275,16 @@ class UserCode:
         keys = (key.value for key in found if isinstance(key, ast.Constant))
         return tuple(dict.fromkeys(key for key in keys if isinstance(key, str)))
 
+    @property
+    def is_function(self) -> Literal["", "plain", "asynchronous"]:
+        """Of which kind the function of that name is; empty: there is none."""
+        for each in self._nodes():
+            if getattr(each, "name", "") == self.name.rpartition(":")[2]:
+                if isinstance(each, ast.AsyncFunctionDef):
+                    return "asynchronous"
+                return "plain" if isinstance(each, ast.FunctionDef) else ""
+        return ""
+
     def asks(self, method: str) -> bool:
         """Whether its source names an attribute `method`, of any object."""
         nodes = self._nodes()
@@ -290,6 +301,16 @@ class UserCode:
 
     def load(self, base: type[T]) -> type[T]:
         """Run the source, return the class; raises `ConfigError` unless it derives from `base`."""
+        found = self.run()
+        if not isinstance(found, type) or not issubclass(found, base):
+            raise ConfigError(
+                f"{self.name} must be a class derived from {base.__name__}, got {found!r}: "
+                "correct the file or the name"
+            )
+        return found
+
+    def run(self) -> object:
+        """Run the source, return what has the name, or None; raises `ConfigError` if it cannot."""
         try:
             if self.place.endswith(".py"):
                 module = run_file(self.place, self.text)
@@ -300,13 +321,7 @@ class UserCode:
             raise
         except (Exception, SystemExit) as error:  # the user's own code may raise anything
             raise ConfigError(f"{self.place} cannot be imported: {error!r}: correct it") from error
-        found = getattr(module, self.name.rpartition(":")[2], None)
-        if not isinstance(found, type) or not issubclass(found, base):
-            raise ConfigError(
-                f"{self.name} must be a class derived from {base.__name__}, got {found!r}: "
-                "correct the file or the name"
-            )
-        return found
+        return getattr(module, self.name.rpartition(":")[2], None)
 
     def require_same(self, here: UserCode | None) -> None:
         """Raise `ConfigError` unless this process reads the same source as the run."""

@@ -111,6 +111,11 @@ def _load_adapter(name: str, config: VerifierConfig) -> Adapter:
         raise ConfigError(
             f"--reward-fns must name a function, got {name!r}: {source} has no {function!r}"
         )
+    if inspect.iscoroutinefunction(adapter):
+        raise ConfigError(
+            f"--reward-fns must be plain functions, got the asynchronous {name!r}: name it as "
+            f"--environment {name}, for it runs in workers of --mode environment"
+        )
     if not arguments:
         return adapter
     code = UserCode(called, "", arguments)

@@ -1,5 +1,6 @@
 """Functions of a script on their way to another process, where nothing of the script is known."""
 
+import asyncio
 import functools
 import json
 import subprocess
@@ -9,6 +10,13 @@ import threading
 import pytest
 
 from async_grpo.api.rewards import reward_file
+from async_grpo.environments.find import (
+    asked_services,
+    grades_itself,
+    make_environment,
+    users_environment,
+)
+from async_grpo.types import Episode
 from async_grpo.util.errors import ConfigError
 from async_grpo.verification.config import read_sources
 
@@ -91,6 +99,10 @@ async def waits(sample):
     return 1.0
 
 
+async def asks_index(question, episode, services):
+    return await services["index"](episode.text) + BONUS
+
+
 def as_others_have_it(prompts, completions):
     return 1.0
 
@@ -103,7 +115,8 @@ lock, table = threading.Lock(), bytes(17 << 20)
     [
         (lambda sample: lock and 1.0, "sent to verifier processes, and refers to what cannot be"),
         (lambda sample: len(table), "must refer to at most 16 MiB, got 17.0"),
-        (waits, "reward waits must be a plain function"),
+        (waits, "must take a question, an episode and services, got (sample): write async def my"),
+        ([asks_index, equal], "an asynchronous reward must be the only one, got asks_index, equal"),
         (as_others_have_it, "must take one sample, a dict, got (prompts, completions)"),
         ([], "must be a function, or several, got none"),
         ([1.0], "must be a function or a name, got 1.0"),
@@ -118,3 +131,20 @@ def test_what_cannot_grade_is_refused_in_a_sentence(rewards, sentence, tmp_path)
 def test_a_folder_with_a_comma_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="output_dir must hold no comma"):
         reward_file(equal, folder=tmp_path / "a,b")
+
+
+def test_an_asynchronous_reward_runs_elsewhere_and_its_file_says_what_it_asks(tmp_path):
+    file = reward_file(asks_index, folder=tmp_path)
+    assert file.asks and not reward_file(equal, folder=tmp_path).asks
+    file.write()
+    (name,) = file.names
+    assert grades_itself(name) and asked_services(name) == ("index",)
+    grades = make_environment(users_environment(name)).grade
+
+    class Services:
+        def __getitem__(self, name):
+            return lambda text: asyncio.sleep(0, len(text))
+
+    episode = Episode((), (), given_text="four")
+    (verdict,) = asyncio.run(grades(None, [episode], Services()))
+    assert (verdict.reward, verdict.adapter) == (4 + BONUS, "asks_index")

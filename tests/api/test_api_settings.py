@@ -73,6 +73,27 @@ def test_a_reward_goes_to_whoever_grades():
     assert file.path.parent == run.folder == Path("runs/it") and not file.path.exists()
 
 
+async def asks(question, episode, services):
+    return await services["calculator"](episode.text)
+
+
+def test_an_asynchronous_reward_is_the_environment_and_a_worker_plays_it(tmp_path):
+    train = {**TRAIN, "output_dir": str(tmp_path)}
+    mine = {"mode": f"{REPOSITORY}/examples/calculator_service.py:Calculator"}
+    config = {"train": train, "worker": [{"model_path": "m"}, mine]}
+    run, file = plan_run(config, reward=asks)
+    assert run.train.data.environment == f"{file.path}:asks"
+    assert [each.role for each in run.workers] == [
+        "generation",
+        "service:calculator",
+        "environment",
+    ]
+    with pytest.raises(ConfigError, match=r"role service:calculator .* asks services\['calc"):
+        plan({"train": train}, reward=asks)
+    with pytest.raises(ConfigError, match="grades questions of one turn, got the environment open"):
+        plan({"train": {**train, "environment": "openenv:http://x"}}, reward=asks)
+
+
 @pytest.mark.parametrize(
     ("config", "options", "sentence"),
     [

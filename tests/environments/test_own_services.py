@@ -13,11 +13,14 @@ from two_turns import TwoTurns
 from async_grpo.config.roles import VERIFIER, name_of_class, role_of, service
 from async_grpo.config.worker_config import WorkerConfig, check_services
 from async_grpo.environments.base import Environment, EpisodeFailed, FailureClass, SingleTurn
+from async_grpo.environments.find import check_environments, grades_itself, make_environment
 from async_grpo.environments.service import Service, ServiceWorker, make_service
 from async_grpo.types import ServiceRequest, Verdict, WorkerInfo
 from async_grpo.types.message import packed, unpacked
 from async_grpo.util.errors import ConfigError, DeadlineError, LeaseLost, LossCause, WorkerError
 from async_grpo.util.user_code import UserCode
+from async_grpo.verification.config import VerifierConfig
+from async_grpo.verification.verifier import load_adapters
 
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
@@ -124,6 +127,87 @@ def test_what_is_asked_after_a_turn_is_nothing_that_the_model_said():
 
     played = rewarded(Asked([20], answers=[np.array([3, 4])]), Asks())
     assert [len(row.token_ids) for row in played.episodes[0].rows] == [1]
+
+
+REWARDS = """
+from async_grpo.verification.graders import UnscorableError
+
+async def plain(question, episode, services):
+    said = await services["index"](episode.text)
+    if said == "none":
+        raise UnscorableError("no answer")
+    return said
+
+async def ranked(question, episodes, services):
+    return [{"reward": each, "format_reward": 1} for each in await services["index"](len(episodes))]
+
+ranked.groupwise = True
+
+async def verified(question, episode, services):
+    (verdict,) = await services.verify(question, [episode])
+    return verdict
+
+def sync(sample):
+    return 1.0
+"""
+
+
+def rewarded_by(name, *answers, num_samples=1):
+    code = UserCode(f"/a/rewards.py:{name}", REWARDS)
+    asked = Graded(*[[20]] * num_samples, answers=answers)
+    request = make_request(num_samples=num_samples, environment=code)
+    played = asyncio.run(play(make_environment(code), asked, request))
+    return [(each.status, each.reward, each.format_reward) for each in played.verdicts]
+
+
+def test_an_asynchronous_reward_is_given_each_episode_or_the_group_and_asks_services():
+    assert rewarded_by("plain", 0.25) == [("scored", 0.25, None)]
+    assert rewarded_by("plain", LOST, {"reward": True}) == [("scored", 1.0, None)]
+    assert rewarded_by("plain", "none") == [("unscorable", 0.0, None)]
+    ranked = rewarded_by("ranked", [0.5, -1], num_samples=2)
+    assert ranked == [("scored", 0.5, 1.0), ("scored", -1.0, 1.0)]
+    assert rewarded_by("verified") == [("scored", 1.0, None)]
+
+
+@pytest.mark.parametrize(
+    ("name", "answers", "failure", "said"),
+    [
+        (
+            "plain",
+            [WorkerError("it broke")] * 3,
+            FailureClass.SERVICE,
+            "service index failed 3 tim",
+        ),
+        (
+            "plain",
+            [None],
+            FailureClass.JUDGE,
+            "must return a number, or a dict with 'reward', got N",
+        ),
+        ("plain", [float("nan")], FailureClass.JUDGE, "a reward must be finite, got nan"),
+        ("plain", [{"score": 1}], FailureClass.JUDGE, "a dict with 'reward', got {'score': 1}"),
+        ("ranked", [[1.0, 2.0]], FailureClass.JUDGE, "must return 1 verdicts"),
+        ("ranked", [7], FailureClass.JUDGE, "at /a/rewards.py:11"),
+    ],
+)
+def test_an_asynchronous_reward_that_fails_is_never_a_zero(name, answers, failure, said):
+    with pytest.raises(EpisodeFailed) as caught:
+        rewarded_by(name, *answers)
+    assert caught.value.failure is failure and said in str(caught.value)
+
+
+def test_a_reward_is_refused_where_it_cannot_run(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(REWARDS)
+    assert not grades_itself(f"{file}:plain")  # one of its file asks verifiers
+    file.write_text(REWARDS.replace("services.verify", "services.never"))
+    assert grades_itself(f"{file}:plain") and not grades_itself(f"{file}:sync")
+    with pytest.raises(ConfigError, match=r"an `async def` reward, got the plain function .*:sync"):
+        check_environments([f"{file}:plain", f"{file}:sync"])
+    with pytest.raises(
+        ConfigError, match=r"must be plain functions, got the asynchronous .*:plain"
+    ):
+        load_adapters(VerifierConfig(reward_names=(f"{file}:plain",)))
 
 
 def make_worker(name="Mine"):

@@ -67,7 +67,7 @@ def served():
 def chat():
     with serving(CHAT_MODEL, longest=512) as (url, token):
         client = openai.OpenAI(base_url=url, api_key=token, max_retries=0)
-        asked = {"model": CHAT_MODEL, "messages": [{"role": "user", "content": PROMPT}]}
+        asked = {"model": NAME, "messages": [{"role": "user", "content": PROMPT}]}
         chats = client.chat.completions
         yield lambda **options: chats.create(**asked, max_tokens=120, seed=1, **options).choices[0]
 
