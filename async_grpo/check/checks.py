@@ -18,7 +18,7 @@ from async_grpo.check.data_read import DataRead
 from async_grpo.check.facts import Facts
 from async_grpo.check.finding import EVERYTHING, Cost, Finding, Setup, refused, stated, tried
 from async_grpo.check.worker_tables import TRIAL_S, as_registered
-from async_grpo.config.roles import GENERATION, JUDGE
+from async_grpo.config.roles import ENGINES
 from async_grpo.config.teaching import check_vocabulary
 from async_grpo.environments.chat.find import AUTO, find_renderer
 from async_grpo.environments.find import check_environments
@@ -184,7 +184,7 @@ def check_workers(setup: Setup, facts: Facts) -> Iterator[Finding]:
         elif isinstance(model, ModelFacts) and isinstance(facts.model, ModelFacts):
             worker, demand = as_registered(config, model), _demand(setup, facts)
             text = f"{who} serves {config.model_path} for {worker.max_model_len} tokens"
-            if config.mode not in (GENERATION, JUDGE):
+            if config.mode not in ENGINES:
                 limit = "by --max-tokens-per-gpu and the model's positions"
                 text = (
                     f"{who} scores {worker.max_model_len} tokens with {config.model_path}, {limit}"

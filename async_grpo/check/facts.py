@@ -26,6 +26,7 @@ from async_grpo.check.worker_tables import Tried, try_here
 from async_grpo.checkpoint.resume import find_start
 from async_grpo.cluster import head
 from async_grpo.cluster.head import ClusterResources
+from async_grpo.config.roles import REWARD
 from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.data.questions import check_sources
 from async_grpo.gateway.run_gateway import free_address
@@ -34,6 +35,7 @@ from async_grpo.model.model_folder import (
     ModelFacts,
     WeightsSize,
     check_model_folder,
+    check_reward_model,
     stated_facts,
     weights_size,
 )
@@ -147,6 +149,8 @@ def _worker_model(
     """The model of a worker that serves one from this machine's disk, if it is there yet."""
     if not worker.serves_model:
         return None
+    if worker.mode == REWARD:
+        return _model_at(setup, worker.model_path, worker.model_revision, check_reward_model)
     if worker.model_path == setup.train.places.model_name_or_path:
         return trained
     return _model_at(setup, worker.model_path, worker.model_revision, look)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from async_grpo.check.finding import Finding, Known, Setup
 from async_grpo.cluster.head import ClusterResources
-from async_grpo.config.roles import GENERATION, JUDGE, VERIFIER
+from async_grpo.config.roles import ENGINES, GENERATION, VERIFIER
 from async_grpo.config.worker_config import WorkerConfig, check_known
 from async_grpo.environments.find import grades_itself
 from async_grpo.model.model_folder import ModelFacts, engine_positions
@@ -112,7 +112,7 @@ async def _try(
 
 def as_registered(config: WorkerConfig, model: ModelFacts) -> WorkerInfo:
     """The registration of such a worker, as far as `run.recruitment.check_worker` reads it."""
-    if config.mode in (GENERATION, JUDGE):
+    if config.mode in ENGINES:
         longest = config.max_model_len or model.max_positions
     else:
         longest = min(config.max_tokens_per_gpu, model.max_positions)
@@ -136,7 +136,7 @@ def check_engine(
     config: WorkerConfig, model: Known[ModelFacts] | None, option_names: Collection[str]
 ) -> None:
     """Raise `ConfigError` for what vLLM would refuse once it has been started."""
-    if config.mode not in (GENERATION, JUDGE):
+    if config.mode not in ENGINES:
         return
     if option_names:
         check_known(config.engine_options, option_names)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from async_grpo.cli.local_run import LocalRun
-from async_grpo.config.roles import GENERATION, JUDGE
+from async_grpo.config.roles import ENGINES
 from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.devices.inventory import Inventory
 from async_grpo.devices.placement import Demand, Placement, plan
@@ -64,7 +64,7 @@ def _demand(config: WorkerConfig) -> Demand:
         config.num_workers if config.num_devices else 0,
         devices=config.num_devices,
         share=config.gpus_per_worker,
-        weight=OF_ENGINE if config.mode in (GENERATION, JUDGE) else OF_SCORER,
+        weight=OF_ENGINE if config.mode in ENGINES else OF_SCORER,
     )
 
 

@@ -18,11 +18,16 @@ import click
 from async_grpo.cli.boundary import command_boundary
 from async_grpo.cli.options import CONTEXT, OptionsCommand, options_of
 from async_grpo.cli.run_file import config_option
-from async_grpo.config.roles import GENERATION
+from async_grpo.config.roles import GENERATION, REWARD
 from async_grpo.config.worker_config import WorkerConfig, check_services
 from async_grpo.launch import interrupts
 from async_grpo.model.hub import local_folder
-from async_grpo.model.model_folder import check_files, check_tokenizer_files, stated_positions
+from async_grpo.model.model_folder import (
+    check_files,
+    check_reward_model,
+    check_tokenizer_files,
+    stated_positions,
+)
 from async_grpo.util import deadlines
 from async_grpo.util.errors import AsyncGrpoError, ConfigError, DataError, UnfitModel
 from async_grpo.util.waiting import poll
@@ -93,6 +98,8 @@ def _check_model(config: WorkerConfig) -> None:
     folder = Path(config.model_path)
     check_files(folder)
     check_tokenizer_files(folder)
+    if config.mode == REWARD:
+        check_reward_model(config.model_path)
     stated = stated_positions(folder)
     if config.role == GENERATION and stated is not None and config.max_model_len > stated:
         raise ConfigError(

@@ -224,8 +224,8 @@ class DataOptions(Options):
     infinite_sampler_seed: int = option(37, must="", change=Change.FIXED)
     """seed of the endless permutation of the questions"""
     environment: str = option("single_turn", change=Change.FIXED)
-    """how questions are played: single_turn, or on workers of --mode environment: your own class, or
-    an asynchronous reward of one turn, package.module:Name, path/to/file.py:Name,
+    """how questions are played: single_turn, or on workers of --mode environment: your own class,
+    or an asynchronous reward of one turn, package.module:Name, path/to/file.py:Name,
     file.py:Name(size=4); an agent of OpenAI's protocol, agent:COMMAND; a taskset of verifiers,
     "verifiers:PYTHON TASKSET"; or an OpenEnv server, openenv:URL"""
     judges: str = option("", change=Change.FIXED)

@@ -18,9 +18,11 @@ VERIFIER = "verifier"
 ENVIRONMENT = "environment"
 TEACHER = "teacher"
 JUDGE = "judge"
+REWARD = "reward"  # the --mode of a sequence classifier, which is a service
 SERVICE = "service"  # a class of the user, named in place of a mode
 LOGPROB = "logprob"  # the --mode of reference workers, as in the predecessor
-MODES = (GENERATION, LOGPROB, TEACHER, VERIFIER, ENVIRONMENT, JUDGE)  # of a dispatcher
+MODES = (GENERATION, LOGPROB, TEACHER, VERIFIER, ENVIRONMENT, JUDGE, REWARD)  # of a dispatcher
+ENGINES = (GENERATION, JUDGE, REWARD)  # the modes whose workers are engines of vLLM
 
 # `policy`: the newest weights, each batch. `reference`: those of the first or of a later batch.
 # `own`: the weights that the worker was started with. `none`: the worker has no weights.

@@ -19,11 +19,13 @@ from async_grpo.config.option import (
     option,
 )
 from async_grpo.config.roles import (
+    ENGINES,
     GENERATION,
     JUDGE,
     LOGPROB,
     MODES,
     REFERENCE,
+    REWARD,
     SERVICE,
     TEACHER,
     VERIFIER,
@@ -38,7 +40,7 @@ from async_grpo.util.errors import ConfigError
 from async_grpo.util.user_code import UserCode, split_arguments, text_of
 
 DEFAULT_MAX_NUM_SEQS = 64
-WITH_MODEL = (GENERATION, LOGPROB, TEACHER, JUDGE)
+WITH_MODEL = (GENERATION, LOGPROB, TEACHER, JUDGE, REWARD)
 USERS_OWN = "path/to/file.py:Name"  # a mode with a colon names a class of the user
 SWITCHES = {  # former environment variables, and the options that replace them
     "ASYNC_GRPO_VERIFIER_NAMESPACES": "--unconfined-rewards",
@@ -91,11 +93,11 @@ class WorkerConfig(Options):
     model_path: str = option("", group="Usual options")
     """Hugging Face folder of a causal language model; verifiers and environments need none"""
     mode: str = option(GENERATION, choices=(*MODES, USERS_OWN))
-    """what the workers do; logprob scores with the reference model, a class of yours is a service
-    that environments ask"""
+    """what the workers do; logprob scores with the reference model, reward with a sequence
+    classifier, services["reward"]; a class of yours is a service too, which environments ask"""
     name: str = option("")
-    """(teacher, judge, service) the name by which an algorithm, or an environment, asks for it; of
-    a service by default its class' name, in lower case with _ between words"""
+    """(teacher, judge, reward, service) the name by which an algorithm, or an environment, asks for
+    it; by default reward, of a service its class' name, in lower case with _ between words"""
     num_workers: int = option(1, must=AT_LEAST_1)
     """workers to start on this node"""
     reward_fns: str = option("math_verify")
@@ -196,7 +198,8 @@ class WorkerConfig(Options):
             )
         for name in self.reward_names:
             check_reward(name)
-        if self.kind != SERVICE and bool(self.name) != (self.mode in (TEACHER, JUDGE)):
+        may_name = self.kind in (SERVICE, REWARD)
+        if not may_name and bool(self.name) != (self.mode in (TEACHER, JUDGE)):
             raise self.refusal(
                 "name",
                 "must be given with --mode teacher or judge, and only then",
@@ -274,7 +277,7 @@ class WorkerConfig(Options):
             return self.terms.devices
         if not self.serves_model:
             return 0
-        return self.tensor_parallel_size if self.mode in (GENERATION, JUDGE) else 1
+        return self.tensor_parallel_size if self.mode in ENGINES else 1
 
     @property
     def role(self) -> str:
@@ -283,7 +286,7 @@ class WorkerConfig(Options):
             return teacher(self.name)
         if self.mode == JUDGE:
             return judge(self.name)
-        if self.kind == SERVICE:
+        if self.kind in (SERVICE, REWARD):
             return service(self.name or name_of_class(self.mode))
         return REFERENCE if self.mode == LOGPROB else self.mode
 

@@ -10,7 +10,14 @@ from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from async_grpo.config.roles import ENVIRONMENT, GENERATION, JUDGE, SERVICE, VERIFIER
+from async_grpo.config.roles import (
+    ENVIRONMENT,
+    GENERATION,
+    JUDGE,
+    REWARD,
+    SERVICE,
+    VERIFIER,
+)
 from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.devices.inventory import forwarded, own_ids, usable_devices
 from async_grpo.types.worker_info import WorkerInfo
@@ -40,7 +47,7 @@ def worker_kinds(cluster: Cluster, config: WorkerConfig) -> tuple[WorkerKind, ..
     if config.role == VERIFIER:
         return (_verifier_pool(cluster, config),)
     taken = {"CPU": 1.0, "GPU": _devices_taken(cluster, config)} if not config.judge_url else {}
-    if config.judge_url or config.kind == SERVICE:
+    if config.judge_url or config.kind in (SERVICE, REWARD):
         start = _service_starter(cluster, config, taken)
     else:
         starts = {
@@ -111,19 +118,30 @@ def _start_generation_worker(
 def _service_starter(
     cluster: Cluster, config: WorkerConfig, taken: Mapping[str, float]
 ) -> Callable[[str], WorkerHandle]:
-    """Starts workers of a service: the user's own class, or a judge at an address.
+    """Starts workers of a service: the user's own class, a reward model, or a judge at an address.
 
     The class's file and the judge's key are read here, once. Only the worker gets the key.
     """
     from async_grpo.environments.service import ServiceWorker, make_service
 
     make: Callable[[], Service]
+    variables: Mapping[str, str] = {}
     if config.judge_url:
         from async_grpo.rollout.judge import RemoteJudge
 
         make = partial(RemoteJudge, config, key=os.environ[config.judge_key])
         what, hashes = f"{config.model_path} at {config.judge_url}", {}
         own_hash = hashlib.sha256(what.encode()).hexdigest()
+    elif config.mode == REWARD:
+        from async_grpo.model.model_folder import hash_model
+        from async_grpo.rollout.generation_worker import worker_environment
+        from async_grpo.rollout.reward_model import RewardModel
+
+        what = os.path.abspath(config.model_path)
+        make = partial(RewardModel, replace(config, model_path=what))
+        own_hash = hash_model(what)
+        hashes = {config.role.replace(":", " "): own_hash}
+        variables = worker_environment(on_cpu=not taken["GPU"])
     else:
         code = config.terms.code
         make = partial(make_service, code)
@@ -136,8 +154,9 @@ def _service_starter(
     )  # fmt: skip
     on_device = bool(taken.get("GPU"))
 
+    variables = {**variables, **(forwarded(os.environ) if on_device else {})}
+
     def start(worker_id: str) -> WorkerHandle:
-        variables = forwarded(os.environ) if on_device else {}
         return _actor(cluster, ServiceWorker, taken, variables=variables).remote(
             make,
             stated=replace(stated, worker_id=worker_id),

@@ -24,6 +24,7 @@ POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len")  # names i
 LONGROPE = ("longrope", "su")  # its name, and its name in older configs
 ORIGINAL = "original_max_position_embeddings"
 OF_SEVERAL_INPUTS = "ForConditionalGeneration"  # the end of such a class's name in transformers
+OF_SEQUENCES = "ForSequenceClassification"  # the end of a classifier's
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 # A text that differs by how a tokenizer treats cases, accents, digits, spaces, scripts and code.
 PROBE = (
@@ -88,6 +89,20 @@ def stated_facts(path: str) -> ModelFacts | None:
         return None
     heads = num_heads if isinstance(num_heads, int) else 0
     return ModelFacts(path, vocab_size, positions, (), "", num_heads=heads)
+
+
+def check_reward_model(path: str) -> ModelFacts | None:
+    """`stated_facts` of a sequence classifier; UnfitModel for a folder that holds no such model."""
+    found, stated = stated_facts(path), _stated(Path(path))
+    kinds, labels = stated.get("architectures"), stated.get("id2label")
+    kind = str(kinds[0]) if isinstance(kinds, list) and kinds else "none"
+    num_labels = len(labels) if isinstance(labels, dict) else 2  # transformers' default
+    if not kind.endswith(OF_SEQUENCES) or num_labels != 1:
+        raise UnfitModel(
+            f"--mode reward must serve a sequence classifier of one label, {path} is a {kind} of "
+            f"{num_labels}: give a reward model (AutoModelForSequenceClassification, num_labels=1)"
+        )
+    return found
 
 
 def check_files(folder: Path) -> None:

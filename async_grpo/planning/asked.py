@@ -16,7 +16,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from async_grpo.algorithms.find import find_algorithm
-from async_grpo.config.roles import GENERATION, JUDGE, LOGPROB, REFERENCE, SERVICE, TEACHER
+from async_grpo.config.roles import (
+    GENERATION,
+    JUDGE,
+    LOGPROB,
+    REFERENCE,
+    REWARD,
+    SERVICE,
+    TEACHER,
+)
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.devices.bill import FLOAT32, ModelShape
@@ -123,8 +131,8 @@ class Asked:
 
     @property
     def other_devices(self) -> int:
-        """Devices of the file's judges and services, which every split has."""
-        others = [each for each in self.workers if each.kind in (JUDGE, SERVICE)]
+        """Devices of the file's judges, reward models and services, which every split has."""
+        others = [each for each in self.workers if each.kind in (JUDGE, REWARD, SERVICE)]
         return sum(each.num_workers * each.num_devices for each in others)
 
     def devices_of(self, split: Split) -> int:

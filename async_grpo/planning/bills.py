@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from async_grpo.algorithms.find import find_algorithm
-from async_grpo.config.roles import GENERATION, JUDGE, LOGPROB, TEACHER
+from async_grpo.config.roles import ENGINES, JUDGE, LOGPROB, REWARD, TEACHER
 from async_grpo.devices import bill as memory
 from async_grpo.devices.bill import GIB, MIB, OUTPUT_BYTES, Bill, Line
 from async_grpo.planning.asked import Asked, Split
@@ -41,7 +41,7 @@ def bills_of(asked: Asked, split: Split) -> tuple[RoleBill, ...]:
         zip((asked.generation, *asked.scorers), (split.engines, *split.scorers), strict=True)
     )
     for number, config in enumerate(asked.workers):
-        if config.mode == JUDGE and number in asked.worker_models:
+        if config.mode in (JUDGE, REWARD) and number in asked.worker_models:
             counts[number] = config.num_workers
     ranks = RoleBill(
         "trainer rank", split.ranks, rank_bill_of(asked, split.ranks), _rank_room(asked)
@@ -170,7 +170,7 @@ def check_fits(asked: Asked) -> None:
     if not rank_fits(asked, ranks) and not fewest_ranks(asked, most=most):
         raise _rank_refusal(asked, ranks)
     for number, config in enumerate(asked.workers):
-        if config.mode in (GENERATION, JUDGE) and number in asked.worker_models:
+        if config.mode in ENGINES and number in asked.worker_models:
             _check_engine(asked, number)
         elif config.mode in (LOGPROB, TEACHER) and number in asked.scorers:
             _check_scorer(asked, number)

@@ -13,6 +13,7 @@ from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from async_grpo.config.roles import REWARD
 from async_grpo.config.worker_config import WorkerConfig, check_known
 from async_grpo.devices.bill import KV_BLOCK_TOKENS, WHOLE_SHARE, batched_on_cpu, cache_of_cpu
 from async_grpo.model.model_folder import longrope_positions
@@ -58,6 +59,8 @@ def engine_args(config: WorkerConfig) -> AsyncEngineArgs:
         weight_transfer_config={"backend": TRANSFER_BACKEND},
         additional_config={KEEP: config.keep_kv_cache},
     )
+    if config.mode == REWARD:  # its weights stay, and it samples nothing
+        args.runner, args.scheduler_cls, args.scheduling_policy = "pooling", None, "fcfs"
     if on_cpu:
         _fit_to_cpu(args, config)
     elif share := config.memory_share or share_for_cache(

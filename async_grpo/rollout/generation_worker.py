@@ -113,7 +113,7 @@ class GenerationWorker:
         deadline = time.monotonic() + after_s
         while (left_s := deadline - time.monotonic()) > 0:
             if self._engine.is_dead:
-                _end_process(f"worker {self._worker_id} ends: its engine has died")
+                end_process(f"worker {self._worker_id} ends: its engine has died")
             await asyncio.sleep(min(left_s, ENGINE_POLL_INTERVAL_S))
         return await self._pulse_of_engine()
 
@@ -233,9 +233,10 @@ class GenerationWorker:
         try:
             return await call
         except EngineBrokenError as error:
-            _end_process(f"worker {self._worker_id} ends: {error}")
+            end_process(f"worker {self._worker_id} ends: {error}")
 
 
-def _end_process(reason: str) -> NoReturn:
+def end_process(reason: str) -> NoReturn:
+    """End a worker whose engine has died; its dispatcher starts another."""
     logger.critical(reason)
     os._exit(1)

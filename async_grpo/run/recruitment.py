@@ -149,7 +149,9 @@ def command_for(role: str, *, model: str) -> str:
     }
     mode, _, name = role.partition(":")
     own = f"--model-path ITS_MODEL --mode {mode} --name {name}"
-    if mode == roles.SERVICE:
+    if role == roles.service(roles.REWARD):
+        own = "--model-path ITS_MODEL --mode reward"
+    elif mode == roles.SERVICE:
         own = f"--mode path/to/file.py:Name --name {name}"
     return f"`python worker_dispatcher.py {options.get(role, own)}`"
 

@@ -139,11 +139,11 @@ OPTIONS = {
     "two clusters": ({"train": {"ray_address": "10.0.0.1:6379"}},
                      "--ray-address of the trainer must be auto where workers start on a cluster"),
     "no such service": ({"more_workers": [{"mode": "nowhere.py:Mine"}]},
-                        "--mode must be generation, logprob, teacher, verifier, environment, judge, pack"),
+                        "--mode must be generation, logprob, teacher, verifier, environment, judge, reward, pack"),
     "no service": ({"more_workers": [{"mode": f"{SERVICE}:SecondTry"}]},
                    "SecondTry must say in its class how many requests a worker answers at a time, as"),
     "mode": ({"more_workers": [{"mode": "juge"}]}, "mode: 'juge' is not one of generation, logprob, "
-             "teacher, verifier, environment, judge, path/to/file.py:Name"),
+             "teacher, verifier, environment, judge, reward, path/to/file.py:Name"),
     "teacher's name": ({"more_workers": [{"mode": "teacher"}]}, "--name must be given with --mode"),
 }  # fmt: skip
 RUNS = {
@@ -583,6 +583,12 @@ def test_a_judge_at_an_address_is_no_error(monkeypatch):
         "judge_key": "JKEY",
     }
     assert look(more_workers=[judge], train={"judges": "j"}) == []
+
+
+def test_a_causal_model_is_no_reward_model():
+    reward = {"mode": "reward", "model_path": TINY}
+    (said,) = look(more_workers=[reward])
+    assert "--mode reward must serve a sequence classifier of one label" in said
 
 
 def test_each_file_has_a_time_of_its_own(monkeypatch):

@@ -114,3 +114,21 @@ def test_a_model_that_each_rank_would_hold_is_refused_with_the_strategy_that_sha
     divided = asked("qwen2.5-7b", devices="16", fsdp_sharding_strategy="ZERO1")
     bills = [rank_bill_of(divided, ranks).total for ranks in (1, 8)]
     assert bills[0] - bills[1] == pytest.approx(7 * divided.model.num_parameters, abs=64)
+
+
+def test_a_reward_model_has_its_devices_and_its_bill():
+    reward = WorkerConfig(mode="reward", model_path="r", tensor_parallel_size=2, num_workers=3)
+    run = asked("qwen2.5-7b", workers=[reward])
+    assert run.other_devices == 6
+    split = run.own_split
+    assert run.devices_of(split) == asked("qwen2.5-7b").devices_of(split) + 6
+    (bill,) = [each for each in bills_of(run, split) if each.role == "service:reward worker"]
+    assert bill.count == 3 and bill.bill.total > 2 * run.model.num_parameters / 2
+    large = asked("qwen2.5-72b", devices="64", workers=[replace(reward, tensor_parallel_size=1)])
+    assert "of the service:reward worker is too few" in refusal(with_engines(large, 8))
+
+
+def with_engines(run, parts):
+    """The run with engines of so many devices."""
+    first, *others = run.workers
+    return replace(run, workers=(replace(first, tensor_parallel_size=parts), *others))

@@ -43,7 +43,7 @@ def no_real_end(monkeypatch):
     def end(reason):
         raise Ended(reason)
 
-    monkeypatch.setattr(module, "_end_process", end)
+    monkeypatch.setattr(module, "end_process", end)
     monkeypatch.setattr(module, "ENGINE_POLL_INTERVAL_S", POLL_S)
 
 
