@@ -174,10 +174,12 @@ def _read_runs(paths: Sequence[str], names: Sequence[str], remote: str) -> list[
               help="serve the page here, with what the run writes meanwhile")  # fmt: skip
 @click.option("--port", type=click.IntRange(0, 65535), default=0, show_default="any that is free",
               help="port of --follow")  # fmt: skip
+@click.option("--print", "num_printed", type=click.IntRange(min=1), default=None,
+              help="print so many of the newest samples as a table, and write no page")  # fmt: skip
 @command_boundary()
 def rollouts(
     run: Path, output: str, max_samples: int, max_mib: float, tokenizer: str, follow: bool,
-    port: int,
+    port: int, num_printed: int | None,
 ) -> None:  # fmt: skip
     """Write one HTML page with the samples of RUN, the folder of a run or its dump.
 
@@ -191,6 +193,9 @@ def rollouts(
     e.g. async-grpo rollouts runs/mine --follow
     """
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    if num_printed:
+        _print_newest(run, num_printed)
+        return
     if follow:
         if output:
             raise ConfigError("--output must be left out with --follow, which writes no file")
@@ -203,6 +208,34 @@ def rollouts(
     notes += [f"{left_out} left out: see --max-samples and --max-mib"] * (left_out > 0)
     notes += [f"{written.num_broken} broken lines"] * (written.num_broken > 0)
     click.echo(f"wrote {path} ({', '.join(notes)})")
+
+
+def _print_newest(run: Path, number: int) -> None:
+    """Print the newest samples of a run as a table, the newest last."""
+    import rich
+    from rich.table import Table
+    from rich.text import Text
+
+    from async_grpo.telemetry.progress import number as in_digits
+    from async_grpo.viewing.page.dump import Dump
+
+    table = Table(show_lines=True)
+    for head in ("batch", "reward", "tokens", "ended by"):
+        table.add_column(head, justify="right", no_wrap=True)
+    table.add_column("question", ratio=1)
+    table.add_column("output", ratio=2)
+    for line in Dump(run).newest(number):
+        shown = (line["batch"], in_digits(line.get("reward")), line.get("num_output_tokens"))
+        texts = (line.get("finish_reason"), _shortened(line["input"]), _shortened(line["output"]))
+        table.add_row(*(Text("" if cell is None else str(cell)) for cell in (*shown, *texts)))
+    rich.print(table)
+
+
+def _shortened(text: str, longest: int = 400) -> str:
+    """Beginning and end of a text, without what a terminal would obey."""
+    text = "".join(letter if letter.isprintable() or letter == "\n" else "?" for letter in text)
+    half = longest // 2
+    return text if len(text) <= longest else f"{text[:half]} ... {text[-half:]}"
 
 
 def make_page(

@@ -9,7 +9,7 @@ from rollouts_pages import Page, held_out, sample, write, write_dump
 
 from async_grpo.cli.main import main
 from async_grpo.util.errors import DataError
-from async_grpo.viewing.page import build
+from async_grpo.viewing.page import build, dump
 from async_grpo.viewing.page.cells import Words
 from async_grpo.viewing.page.dump import Amount, choose
 
@@ -231,3 +231,23 @@ def test_a_tokenizer_that_is_gone_leaves_numbers_and_asks_no_hub(tmp_path, monke
     result = CliRunner().invoke(main, ["rollouts", str(folder), "--tokenizer", f"{tmp_path}/no"])
     assert result.exit_code == 1
     assert result.stderr.startswith(f"error: --tokenizer {tmp_path}/no cannot be loaded: ")
+
+
+def test_the_newest_samples_are_printed_as_a_table_without_what_a_terminal_obeys(tmp_path):
+    lines = [sample(number, output=f"output {number}") for number in range(9)]
+    lines[8]["output"] = "\x1b[31mred [bold]as it is[/bold]"
+    run = write_dump(
+        tmp_path / "run", lines, tail=b'{"batch": 9, "ordi', evaluated=[held_out(3, 1)]
+    )
+    done = CliRunner().invoke(main, ["rollouts", str(run), "--print", "3"], env={"COLUMNS": "160"})
+    assert done.exit_code == 0, done.output
+    found = [number for number in range(9) if f"output {number}" in done.output]
+    assert found == [6, 7] and "question 8" in done.output
+    assert "[bold]as it is[/bold]" in done.output and "\x1b" not in done.output
+    assert not (run / "rollouts.html").exists()
+
+
+def test_of_a_large_dump_its_end_is_read(tmp_path, monkeypatch):
+    run = write_dump(tmp_path, [sample(number) for number in range(9)])
+    monkeypatch.setattr(dump, "NEWEST_BYTES", (run / "samples.jsonl").stat().st_size // 2)
+    assert [line["ordinal"] for line in dump.Dump(run).newest(9)] == [5, 6, 7, 8]

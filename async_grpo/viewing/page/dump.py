@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -18,6 +20,7 @@ from async_grpo.viewing.curves import json_object
 
 SAMPLES_FILENAME = "samples.jsonl"
 HELD_OUT = "held-out"  # the set without a name
+NEWEST_BYTES = 16 * 2**20  # of a dump's file, for a few samples
 GOLDEN = 2_654_435_761  # 2^32 by the golden ratio, whose multiples spread evenly
 OF_SLOT = re.compile(rb'\{"batch": (\d+), "ordinal": (\d+),')
 OF_ROW = re.compile(
@@ -106,6 +109,18 @@ class Dump:
                     yield line
                 elif line is not None:
                     self.broken(f"{raw[:80]!r}")
+
+    def newest(self, number: int) -> list[Line]:
+        """The last samples that were trained or left out, the oldest first."""
+        found: deque[Line] = deque(maxlen=number)
+        for file in self._files[: self._num_trained]:
+            start = max(0, file.seek(0, os.SEEK_END) - NEWEST_BYTES)
+            file.seek(start)
+            if start:
+                file.readline()  # a part of one
+            lines = (sample_of(raw, Choice(), is_held_out=False) for raw in file)
+            found.extend(line for line in lines if line)
+        return [*found]
 
     def broken(self, problem: str) -> None:
         """Count a line that is no sample."""
