@@ -6,7 +6,8 @@ async function showSample(i) {
   if (page.chosen !== i) return;  // another was chosen meanwhile
   const rows = (told.rows || []).map((row, number) => withWeights(i, told, row, number));
   history.replaceState(null, "", `#${addressOf(i)}`);
-  const hint = page.isFormatted && rows.length ? "Tokens are shown with texts as they are (m)." : rows.length
+  const hint = isHeldOut(i) ? "Held-out answers are dumped without their tokens: nothing was trained on them."
+    : page.isFormatted && rows.length ? "Tokens are shown with texts as they are (m)." : rows.length
     ? "Choose a token, by a click or with the arrow keys, to see how its weight came about."
     : "A run with --dump-token-columns dumps its tokens: then each has a colour and a provenance here.";
   el("sample").replaceChildren(headOf(i), factsOf(i, told), groupOf(i), ...coloursOf(page.isFormatted ? [] : rows), ...turnsOf(i, told, rows),
