@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, get_args
 
 from openai import BaseModel
-from openai.types import Completion, CompletionUsage
+from openai.types import Completion, CompletionChoice, CompletionUsage
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from async_grpo.environments.chat.messages import Reply
@@ -79,20 +79,21 @@ class ChatForm:
         if self.has_usage:
             yield self._made(self.kinds[1], [], usage=usage(num_prompt, choices))
 
-    def _made(self, kind: type[BaseModel], choices: list[Json], **more: object) -> BaseModel:
-        """An answer or an event; the model makes those of its choices."""
+    def _made(self, kind: type[BaseModel], choices: Sequence[object], **more: object) -> BaseModel:
+        """An answer or an event."""
         (name,) = get_args(kind.model_fields["object"].annotation)
         heading = {"id": self.prefix + self.id, "object": name, "created": self.created}
-        return kind.construct(None, **heading, model=self.model, choices=choices, **more)
+        # `construct` would take ten times as long.
+        return kind.model_validate({**heading, "model": self.model, "choices": choices, **more})
 
     def _choice(self, choice: AnsweredChoice) -> Json:
         end = {"finish_reason": choice.called_or_ended, "logprobs": choice.logprobs}
         return {"index": choice.index, "message": choice.reply.message(), **end}
 
-    def _delta(self, index: int, delta: Json, **end: object) -> Json:
+    def _delta(self, index: int, delta: Json, **end: object) -> object:
         return {"index": index, "delta": delta, "finish_reason": None, "logprobs": None} | end
 
-    def _rest(self, choice: AnsweredChoice, num_sent: int) -> Iterator[Json]:
+    def _rest(self, choice: AnsweredChoice, num_sent: int) -> Iterator[object]:
         message, index = choice.reply.message(), choice.index
         calls = [{"index": i, **call} for i, call in enumerate(message.pop("tool_calls", ()))]
         message["content"] = message["content"][num_sent:]
@@ -113,9 +114,12 @@ class CompletionForm(ChatForm):
         end = {"finish_reason": choice.ended, "logprobs": choice.logprobs}
         return {"index": choice.index, "text": choice.reply.content[num_sent:], **end}
 
-    def _delta(self, index: int, delta: Json, **end: object) -> Json:
+    def _delta(self, index: int, delta: Json, **end: object) -> CompletionChoice:
+        # Its model is that of a choice that has ended.
         text = delta["content"]
-        return {"index": index, "text": text, "finish_reason": None, "logprobs": None}
+        return CompletionChoice.model_construct(
+            index=index, text=text, finish_reason=None, logprobs=None
+        )
 
     def _rest(self, choice: AnsweredChoice, num_sent: int) -> Iterator[Json]:
         yield self._choice(choice, num_sent)

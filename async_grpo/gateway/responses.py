@@ -181,29 +181,28 @@ class ResponseForm(ChatForm):
         yield self._event(models.ResponseContentPartDoneEvent, **at, part=part)
 
     def _call_or_thoughts(self, index: int, item: models.ResponseOutputItem) -> Iterator[BaseModel]:
-        is_call = isinstance(item, models.ResponseFunctionToolCall)
+        added = models.ResponseOutputItemAddedEvent
+        if not isinstance(item, models.ResponseFunctionToolCall):
+            yield self._event(added, output_index=index, item=item)
+            return
         begun = item.model_copy(update={"arguments": "", "status": "in_progress"})
-        added = begun if is_call else item
-        yield self._event(models.ResponseOutputItemAddedEvent, output_index=index, item=added)
-        if isinstance(item, models.ResponseFunctionToolCall):
-            at, said = {"output_index": index, "item_id": item.id}, item.arguments
-            yield self._event(models.ResponseFunctionCallArgumentsDeltaEvent, **at, delta=said)
-            done = models.ResponseFunctionCallArgumentsDoneEvent
-            yield self._event(done, **at, arguments=said, name=item.name)
+        yield self._event(added, output_index=index, item=begun)
+        at, said = {"output_index": index, "item_id": item.id}, item.arguments
+        yield self._event(models.ResponseFunctionCallArgumentsDeltaEvent, **at, delta=said)
+        done = models.ResponseFunctionCallArgumentsDoneEvent
+        yield self._event(done, **at, arguments=said, name=item.name)
 
     def _event(self, kind: type[BaseModel], **fields: object) -> BaseModel:
         """An event, whose model allows one type only."""
         (name,) = get_args(kind.model_fields["type"].annotation)
-        return kind.construct(None, type=name, sequence_number=next(self.numbers), **fields)
+        number = {"type": name, "sequence_number": next(self.numbers)}
+        return kind.model_validate({**number, **fields})
 
     def _at(self, index: int) -> wire.Json:
         return {"item_id": f"msg_{self.id}_{index}", "output_index": index, "content_index": 0}
 
     def _response(self, status: str, **fields: object) -> models.Response:
-        told: wire.Json = {
-            name: default if getattr(self.asked, name) is None else getattr(self.asked, name)
-            for name, default in TOLD.items()
-        }
+        told = TOLD | self.asked.model_dump(include={*TOLD}, exclude_none=True, by_alias=True)
         told |= {"id": self.prefix + self.id, "object": "response", "model": self.model}
         made = float(self.created)
         return models.Response.construct(None, **told, created_at=made, status=status, **fields)

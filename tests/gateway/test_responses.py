@@ -4,9 +4,12 @@ import openai
 import pytest
 from gateways import Scripted, client_of, listening, said
 from openai.types.responses import Response, ResponseStreamEvent
+from players import make_turn
 from pydantic import TypeAdapter
 
-from async_grpo.gateway.responses import messages_of
+from async_grpo.environments.chat.messages import Reply
+from async_grpo.gateway.answers import AnsweredChoice
+from async_grpo.gateway.responses import ResponseForm, ResponsesRequest, messages_of
 from async_grpo.util.errors import WorkerError
 
 ADD = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": False}
@@ -152,6 +155,20 @@ def test_a_model_that_fails_in_a_stream_is_an_error_of_the_client_s():
         stream = ask(client_of(url), stream=True)
         with pytest.raises(openai.APIError, match="the engine died"):
             list(stream)
+
+
+def test_thoughts_are_an_item_of_their_own_before_the_message():
+    form = ResponseForm("policy", asked=ResponsesRequest(input="x", tools=[ADD]))
+    turn = make_turn([5, 6])
+    choice = AnsweredChoice(0, turn, Reply("5", reasoning="2 and 3"))
+    response = form.whole([choice], 7)
+    Response.model_validate(response.to_dict())
+    thoughts, message = response.output
+    assert (thoughts.content[0].text, message.content[0].text) == ("2 and 3", "5")
+    events = list(form.end([choice], 7, num_sent=0))
+    for event in events:
+        EVENTS.validate_python(event.to_dict())
+    assert [event.output_index for event in events[:-1]] == [0, 0, 1, 1, 1, 1, 1, 1]
 
 
 def test_calls_stand_with_the_message_before_them_and_not_with_an_older_one():
