@@ -37,13 +37,17 @@ class Graded(agent.AgentEnvironment):
 
 
 @pytest.fixture
-def played(monkeypatch):
+def played(tmp_path):
     """The episode of one agent, whose policy says these turns; and what it was asked."""
-    monkeypatch.setattr(agent, "find_tokenizer", lambda model: TOKENIZER)
+    TOKENIZER.save_pretrained(tmp_path)
 
     def played(script, *turns, **fields):
         given = {"num_samples": 1, "question": Question([5], "2+3?", "5", {})}
-        given |= {"max_row_tokens": 20_000, "sampling": SamplingContract(1.0, (), 200)}
+        given |= {
+            "max_row_tokens": 20_000,
+            "model": str(tmp_path),
+            "sampling": SamplingContract(1.0, (), 200),
+        }
         ask = Scripted(*turns)
         environment = Graded([PYTHON, str(HERE / script[0]), *script[1:]])
         group = asyncio.run(play(environment, ask, make_request(**given | fields), RENDERER))
