@@ -33,7 +33,8 @@ class Metric:
         if self.unit not in UNITS:
             known = ", ".join(map(repr, UNITS))
             raise ConfigError(
-                f"the unit of a Metric must be one of {known}, got {self.unit!r} for {self.name}"
+                f"the unit of a Metric must be one of {known}, got {self.unit!r} for {self.name}: "
+                "give one of these, '' where none fits"
             )
 
     @property

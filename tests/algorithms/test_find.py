@@ -48,7 +48,10 @@ def test_an_algorithm_may_be_a_class_of_a_file_or_of_a_module(tmp_path, monkeypa
         ("{folder}/mine.py:Missing", "Missing must be a class derived from Algorithm, got None"),
         ("{folder}/mine.py:Other", "Other must be a class derived from Algorithm, got <class"),
         ("{folder}/broken.py:Mine", "cannot be imported: SyntaxError"),
-        ("{folder}/unit.py:Mine", "^the unit of a Metric must be one of .*, got '%' for share$"),
+        (
+            "{folder}/unit.py:Mine",
+            "^the unit of a Metric must be one of .*, got '%' for share: give",
+        ),
     ],
 )
 def test_what_is_no_algorithm_is_refused_with_the_reason(tmp_path, name, reason):
