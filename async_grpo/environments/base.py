@@ -224,7 +224,7 @@ class GradedTurn(SingleTurn):
             return result
         if isinstance(result, UnscorableError):
             return Verdict("unscorable", 0.0, result.format_reward, self._name, str(result), 0.0)
-        parts = result if isinstance(result, Mapping) else {"reward": result}
+        parts: Mapping[str, Any] = result if isinstance(result, Mapping) else {"reward": result}
         try:
             reward, other = float(parts["reward"]), parts.get("format_reward")
             return Verdict(

@@ -301,7 +301,8 @@ def step_line(
     'reward   0.5  batch 3/9  left    9s  grad  0.25'
     """
     shown = _shown(row, num_batches, left)
-    told, length = [], -2
+    told: list[str] = []
+    length = -2
     for form, width in CELLS:
         label, _, name = form.partition("{")
         name = name.partition("}")[0]

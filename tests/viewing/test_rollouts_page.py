@@ -9,9 +9,9 @@ from rollouts_pages import Page, held_out, sample, write, write_dump
 
 from async_grpo.cli.main import main
 from async_grpo.util.errors import DataError
-from async_grpo.viewing.page import build, dump
+from async_grpo.viewing.page import build
 from async_grpo.viewing.page.cells import Words
-from async_grpo.viewing.page.dump import Amount, choose
+from async_grpo.viewing.page.dump import Amount, Dump, choose
 
 HOSTILE = (
     "</script><script>document.title='owned'</script>",
@@ -247,7 +247,8 @@ def test_the_newest_samples_are_printed_as_a_table_without_what_a_terminal_obeys
     assert not (run / "rollouts.html").exists()
 
 
-def test_of_a_large_dump_its_end_is_read(tmp_path, monkeypatch):
+def test_of_a_large_dump_its_end_is_read(tmp_path):
     run = write_dump(tmp_path, [sample(number) for number in range(9)])
-    monkeypatch.setattr(dump, "NEWEST_BYTES", (run / "samples.jsonl").stat().st_size // 2)
-    assert [line["ordinal"] for line in dump.Dump(run).newest(9)] == [5, 6, 7, 8]
+    half = (run / "samples.jsonl").stat().st_size // 2
+    found = Dump(run).newest(9, num_bytes=half)
+    assert [line["ordinal"] for line in found] == [5, 6, 7, 8]

@@ -20,7 +20,6 @@ from async_grpo.viewing.curves import json_object
 
 SAMPLES_FILENAME = "samples.jsonl"
 HELD_OUT = "held-out"  # the set without a name
-NEWEST_BYTES = 16 * 2**20  # of a dump's file, for a few samples
 GOLDEN = 2_654_435_761  # 2^32 by the golden ratio, whose multiples spread evenly
 OF_SLOT = re.compile(rb'\{"batch": (\d+), "ordinal": (\d+),')
 OF_ROW = re.compile(
@@ -110,11 +109,11 @@ class Dump:
                 elif line is not None:
                     self.broken(f"{raw[:80]!r}")
 
-    def newest(self, number: int) -> list[Line]:
-        """The last samples that were trained or left out, the oldest first."""
+    def newest(self, number: int, *, num_bytes: int = 16 * 2**20) -> list[Line]:
+        """The last samples but held-out ones, the oldest first, in a file's last `num_bytes`."""
         found: deque[Line] = deque(maxlen=number)
         for file in self._files[: self._num_trained]:
-            start = max(0, file.seek(0, os.SEEK_END) - NEWEST_BYTES)
+            start = max(0, file.seek(0, os.SEEK_END) - num_bytes)
             file.seek(start)
             if start:
                 file.readline()  # a part of one
