@@ -132,7 +132,7 @@ def read_tables(file: str) -> tuple[Table, dict[str, list[Table]]]:
         try:
             found[name] = [as_typed(table) for table in tables]
         except ConfigError as error:
-            raise click.UsageError(f"{file}: {error}") from None
+            raise click.UsageError(f"{file}: [{name}] {error}") from None
     for option, key in OF_TRAIN.items():
         if tables := found.pop(option, []):
             train = found.setdefault("train", [{}])[0]

@@ -51,6 +51,9 @@ def as_name(value: object) -> object:
     "my.py:Guess(size=4, words=['it\\\\x27s'])"
     """
     if isinstance(value, list):
+        if other := [each for each in value if not isinstance(each, str | Mapping)]:
+            remedy = 'write ["path/to/file.py:name"]'
+            raise ConfigError(f"names must be texts or tables, got {other[0]!r}: {remedy}")
         return [as_name(each) for each in value]
     if not isinstance(value, Mapping):
         return value
