@@ -5,6 +5,7 @@ The trainer reads the text of the user's code, without running it; environment w
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 import shlex
@@ -18,6 +19,7 @@ from async_grpo.util.errors import ConfigError
 from async_grpo.util.user_code import UserCode, hash_imported, split_arguments, text_of
 
 SHIPPED = {"single_turn": SingleTurn}
+GRADED_BY = 3  # arguments that an asynchronous reward is given: question, episode, services
 AGENT, VERIFIERS, OPENENV = "agent:", "verifiers:", "openenv:"
 # Prefixes of names that add-ons play, each with an example of the words that follow it.
 HOSTED = {
@@ -37,7 +39,8 @@ def users_environment(name: str, *, option: str = "--environment") -> UserCode |
     if prefix := _prefix(name):
         return _hosted(name, prefix)
     code = UserCode.read(name, option=option, shipped=(*SHIPPED, *HOSTED))
-    code.check_arguments()
+    if code.is_function != "plain":  # which `check_environments` refuses
+        code.check_arguments(num_given=GRADED_BY if code.is_function else 0)
     return code
 
 
@@ -88,7 +91,9 @@ def make_environment(code: UserCode) -> Environment:
         code.require_same(_hosted(code.name, prefix))
         return add_on(f"environment.{prefix[:-1]}")(_words(code.name))
     if inspect.iscoroutinefunction(reward := code.run()):
-        return GradedTurn(reward, name=code.name.rpartition(":")[2])
+        code.check_arguments(inspect.signature(reward), num_given=GRADED_BY)
+        bound = functools.update_wrapper(functools.partial(reward, **code.values), reward)
+        return GradedTurn(bound, name=code.name.rpartition(":")[2])
     environment = code.load(Environment)
     try:
         return code.make(environment)

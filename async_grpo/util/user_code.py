@@ -190,7 +190,7 @@ class UserCode:
         names = [self.name.rpartition(":")[2]]
         for name in names:  # which grows
             node = nodes.pop(name, None)  # a class may have the name of what it derives from
-            if isinstance(node, ast.FunctionDef):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 return None if node.decorator_list else _signature_of(node.args)
             if isinstance(node, ast.ClassDef):
                 if node.decorator_list:

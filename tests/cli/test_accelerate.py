@@ -1,7 +1,7 @@
 """What `accelerate launch` exports means here what it means there, or is refused by name.
 
 The variables are those of its own launchers, from its own files; ranks of theirs start in
-tests/integration/test_accelerate.py.
+tests/integration/test_accelerate_launch.py.
 """
 
 import os

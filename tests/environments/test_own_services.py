@@ -138,8 +138,8 @@ async def plain(question, episode, services):
         raise UnscorableError("no answer")
     return said
 
-async def ranked(question, episodes, services):
-    return [{"reward": each, "format_reward": 1} for each in await services["index"](len(episodes))]
+async def ranked(question, episodes, services, form=1):
+    return [{"reward": r, "format_reward": form} for r in await services["index"](len(episodes))]
 
 ranked.groupwise = True
 
@@ -152,8 +152,8 @@ def sync(sample):
 """
 
 
-def rewarded_by(name, *answers, num_samples=1):
-    code = UserCode(f"/a/rewards.py:{name}", REWARDS)
+def rewarded_by(name, *answers, num_samples=1, arguments=""):
+    code = UserCode(f"/a/rewards.py:{name}", REWARDS, arguments)
     asked = Graded(*[[20]] * num_samples, answers=answers)
     request = make_request(num_samples=num_samples, environment=code)
     played = asyncio.run(play(make_environment(code), asked, request))
@@ -166,6 +166,8 @@ def test_an_asynchronous_reward_is_given_each_episode_or_the_group_and_asks_serv
     assert rewarded_by("plain", "none") == [("unscorable", 0.0, None)]
     ranked = rewarded_by("ranked", [0.5, -1], num_samples=2)
     assert ranked == [("scored", 0.5, 1.0), ("scored", -1.0, 1.0)]
+    ranked = rewarded_by("ranked", [0.5, -1], num_samples=2, arguments="form=0.5")
+    assert ranked == [("scored", 0.5, 0.5), ("scored", -1.0, 0.5)]
     assert rewarded_by("verified") == [("scored", 1.0, None)]
 
 
@@ -204,6 +206,10 @@ def test_a_reward_is_refused_where_it_cannot_run(tmp_path):
     assert grades_itself(f"{file}:plain") and not grades_itself(f"{file}:sync")
     with pytest.raises(ConfigError, match=r"an `async def` reward, got the plain function .*:sync"):
         check_environments([f"{file}:plain", f"{file}:sync"])
+    with pytest.raises(
+        ConfigError, match=r":ranked must be given arguments that .*, got n=1"
+    ):
+        check_environments([f"{file}:ranked(n=1)"])
     with pytest.raises(
         ConfigError, match=r"must be plain functions, got the asynchronous .*:plain"
     ):
