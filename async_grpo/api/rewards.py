@@ -117,13 +117,12 @@ data's columns
     try:
         signature.bind(*({}, {}, {}) if asks else ({},))
     except TypeError:
-        rule, wanted = "one sample, a dict", "def my_reward(sample)"
-        has = ", which has input, answer, output and the data's columns"
+        rule = "one sample, a dict"
+        args = "(sample), which has input, answer, output and the data's columns"
         if asks:
-            rule, has = "a question, an episode and services", ""
-            wanted = "async def my_reward(question, episode, services)"
+            rule, args = "what it grades and asks", "(question, episode, services)"
         raise ConfigError(
-            f"reward {name} must take {rule}, got {signature}: write {wanted}{has}"
+            f"reward {name} must take {rule}, got {signature}: write def my_reward{args}"
         ) from None
 
 
@@ -191,10 +190,12 @@ def _text(functions: Mapping[str, Reward], pickled: bytes) -> str:
 
 
 def source_of(function: Reward) -> str:
-    """As it was written; where that is not known, its representation."""
+    """As it was written; where that is not known, a word for it."""
     try:
         return textwrap.dedent(inspect.getsource(function))
     except (OSError, TypeError):
+        if inspect.iscoroutinefunction(function):
+            return f"async def {function.__name__}(): ..."
         return re.sub(r" at 0x\w+", "", repr(function))
 
 

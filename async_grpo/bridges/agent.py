@@ -10,6 +10,11 @@ the command, and what is graded:
     class Mine(AgentEnvironment):
         command = ("my-agent", "--once")
 
+    --environment "agent:https://host:8000/run --listen 0.0.0.0"
+
+is an agent served elsewhere: each episode is one POST with the question and the policy's address,
+whose answer holds the reward. What trains is what the gateway has recorded.
+
 `HostedEnvironment` is the base of every environment whose episodes another process plays by asking
 the policy over HTTP. Each worker has one gateway on loopback, and each episode a session of it.
 """
@@ -17,26 +22,33 @@ the policy over HTTP. Each worker has one gateway on loopback, and each episode 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
+import socket
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from async_grpo.environments.base import Environment, EpisodeFailed, FailureClass, Policy, Services
-from async_grpo.environments.causes import Cause, ModelError
+from async_grpo.environments.causes import HTTP_AWAY, Cause, ModelError
 from async_grpo.environments.chat.find import find_tokenizer
 from async_grpo.environments.episode import NoRoom
+from async_grpo.environments.find import agent_address
 from async_grpo.gateway.app import LOOPBACK, Server, in_background, make_app
 from async_grpo.gateway.session import TOO_LONG, Limits, Session, Sessions, TurnRequest
 from async_grpo.gateway.wire import Refused
-from async_grpo.types import Episode, Question, Turn
-from async_grpo.util.deadlines import AGENT_SAID_S
+from async_grpo.types import Episode, Question, Turn, Verdict
+from async_grpo.util.deadlines import AGENT_CONNECTED_S, AGENT_SAID_S
+from async_grpo.util.errors import ConfigError
 
 ONE_PROCESS = Limits(requests=10_000)  # the number of episodes bounds them before
+REPLY_BYTES = 1 << 20
+EVERY = "0.0.0.0"  # interface
 KEPT_BYTES = 1000  # at the end of what a process has written
 # The shell becomes the agent. Its background process waits until the worker, which alone holds the
 # other end of the pipe, has ended or is killed, and then kills the agent's process group.
@@ -63,6 +75,7 @@ class HostedEnvironment(Environment):
 
     max_turns = 64  # after which an episode has no more room
     goes_on_without_room = False  # False: a request without room ends the episode
+    listens_at = LOOPBACK  # the address of the gateway
 
     def __init__(self, *, token: str = "") -> None:
         """`token`: of all sessions; by default each has another."""
@@ -71,6 +84,13 @@ class HostedEnvironment(Environment):
         self._server: Server | None = None
         self._serving: asyncio.Task[None] | None = None
 
+    @property
+    def server(self) -> Server:
+        """The gateway; raises `ConfigError` where it cannot listen."""
+        if self._server is None:
+            self._server = Server(make_app(self._sessions), host=self.listens_at)
+        return self._server
+
     async def hosted(
         self, policy: Policy, services: Services, work: Callable[[Address], Awaitable[T]]
     ) -> tuple[T, EpisodeSampler]:
@@ -78,9 +98,8 @@ class HostedEnvironment(Environment):
 
         A policy that cannot answer cancels `work`; this then raises the policy's error.
         """
-        if self._server is None:
-            self._server = Server(make_app(self._sessions))
-            self._serving = in_background(self._server)
+        if self._serving is None:
+            self._serving = in_background(self.server)
         ends_full = not self.goes_on_without_room
         sampler = EpisodeSampler(policy, max_turns=self.max_turns, ends_full=ends_full)
         tokenizer = await asyncio.to_thread(find_tokenizer, services.model)
@@ -92,7 +111,7 @@ class HostedEnvironment(Environment):
             full=lambda why: sampler.refusal(NoRoom(why)),
         )
         name, token = self._sessions.open(session, token=self._token)
-        playing = asyncio.ensure_future(work(Address(self._server.url, name, token)))
+        playing = asyncio.ensure_future(work(Address(self.server.url, name, token)))
         try:
             ends: set[asyncio.Future[Any]] = {playing, sampler.end}
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -149,13 +168,18 @@ class EpisodeSampler:
 
 
 class AgentEnvironment(HostedEnvironment):
-    """Plays each episode by one process."""
+    """Plays each episode by one process, or by one request to an agent that is served elsewhere."""
 
     command: Sequence[str] = ()
 
     def __init__(self, command: Sequence[str] = ()) -> None:
         super().__init__()
         self.command = command or self.command
+        self._elsewhere: RemoteAgent | None = None
+        if found := agent_address(self.command):
+            url, self.listens_at = found
+            self.goes_on_without_room = True  # the agent learns it, and says what that is worth
+            self._elsewhere = RemoteAgent(url, self.server.url)
 
     def text(self, question: Question) -> str:
         """The text that the agent reads on its stdin."""
@@ -163,6 +187,8 @@ class AgentEnvironment(HostedEnvironment):
 
     async def play(self, question: Question, policy: Policy, services: Services) -> Episode:
         """Run the agent until it exits; the episode holds the turns that it requested."""
+        if self._elsewhere:
+            return await self._graded_elsewhere(self._elsewhere, question, policy, services)
         (code, said), sampler = await self.hosted(
             policy,
             services,
@@ -181,6 +207,105 @@ class AgentEnvironment(HostedEnvironment):
             cause = Cause.STATE if code < 0 else None  # a signal: it was ended from outside
             raise EpisodeFailed(FailureClass.ENVIRONMENT, what, cause=cause)
         return episode
+
+    async def _graded_elsewhere(
+        self, agent: RemoteAgent, question: Question, policy: Policy, services: Services
+    ) -> Episode:
+        """Ask the agent; what fails once the model has made a mistake ends the episode ungraded."""
+
+        async def ask(address: Address) -> Verdict | EpisodeFailed:
+            try:
+                return await agent.ask(question, self.text(question), address)
+            except EpisodeFailed as error:
+                return error
+
+        found, sampler = await self.hosted(policy, services, ask)
+        episode = policy.episode(is_cut=sampler.is_full)
+        if sampler.is_full and not episode.turns:
+            raise NoRoom("the agent's first request does not fit")
+        if not episode.turns and isinstance(found, Verdict):
+            found = agent.failed(
+                f"answered without a request to {agent.gateway}: let it use base_url and api_key, "
+                "and where it cannot reach that address, name another one by --listen"
+            )
+        if isinstance(found, EpisodeFailed):
+            if not episode.turns or not (sampler.is_full or sampler.mistake):
+                raise found
+            found = Verdict("unscorable", 0.0, None, "agent", str(found), 0.0)
+        return replace(episode, verdict=found)
+
+
+class RemoteAgent:
+    """An agent served elsewhere, which answers one POST an episode with its reward."""
+
+    def __init__(self, url: str, gateway: str) -> None:
+        """`gateway`: where this worker's listens; of every interface, the agent's way is named."""
+        import httpx2
+
+        self._url, self.gateway = url, gateway
+        if EVERY in gateway:
+            self.gateway = gateway.replace(EVERY, address_towards(url))
+        self._client = httpx2.AsyncClient(
+            timeout=httpx2.Timeout(None, connect=AGENT_CONNECTED_S), limits=httpx2.Limits()
+        )
+
+    async def ask(self, question: Question, text: str, address: Address) -> Verdict:
+        """The agent's verdict; raises `EpisodeFailed`, or the client's error for a lost server."""
+        asked = {
+            "input": text, "answer": question.answer, "columns": dict(question.columns),
+            "base_url": replace(address, url=self.gateway).base_url, "api_key": address.token,
+            "model": "policy",
+        }  # fmt: skip
+        body, data = json.dumps(asked, default=str), bytearray()
+        headers = {"content-type": "application/json"}
+        async with self._client.stream("POST", self._url, content=body, headers=headers) as answer:
+            async for part in answer.aiter_bytes():
+                data += part
+                if len(data) > REPLY_BYTES:
+                    raise self.failed(f"must answer with at most {REPLY_BYTES} bytes, got more")
+        if answer.status_code in HTTP_AWAY:
+            answer.raise_for_status()
+        said = " ".join(data.decode(errors="replace").split())
+        if not answer.is_success:
+            raise self.failed(f"answered {answer.status_code}: {said[:KEPT_BYTES]}")
+        return self._verdict(said)
+
+    def failed(self, what: str) -> EpisodeFailed:
+        """An error of the agent; its URL may hold a password."""
+        host = urlsplit(self._url).hostname
+        return EpisodeFailed(FailureClass.ENVIRONMENT, f"agent {host} {what}")
+
+    def _verdict(self, said: str) -> Verdict:
+        try:
+            reply = json.loads(said)
+        except (ValueError, RecursionError):
+            reply = None
+        if not isinstance(reply, dict) or "reward" not in reply:
+            raise self.failed(f"must answer with a JSON object that has a reward, got {said[:200]}")
+        if others := sorted(reply.keys() - {"reward", "info"}):
+            raise self.failed(
+                f"must answer with reward and info alone, got {', '.join(others)[:200]}: what "
+                "trains is what the gateway recorded, no trace of another engine"
+            )
+        reward = reply["reward"]
+        if not isinstance(reward, int | float) or not abs(reward) < sys.float_info.max:
+            raise self.failed(f"must answer with a finite reward, got {reward!r}")
+        return Verdict("scored", float(reward), None, "agent", "", 0.0)
+
+
+def address_towards(url: str) -> str:
+    """This machine's address on the way to a URL; raises `ConfigError` where there is no way."""
+    parts = urlsplit(url)
+    try:
+        # Of datagrams: to connect sends nothing, and finds the way.
+        with socket.socket(type=socket.SOCK_DGRAM) as way:
+            way.connect((parts.hostname, parts.port or 80))
+            return str(way.getsockname()[0])
+    except OSError as error:
+        raise ConfigError(
+            f"--environment agent: must be a URL that this worker can reach, got {parts.hostname}: "
+            f"{error}: correct it, or the network"
+        ) from error
 
 
 def agent_variables(address: Address) -> Mapping[str, str]:

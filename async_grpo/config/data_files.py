@@ -226,8 +226,9 @@ class DataOptions(Options):
     environment: str = option("single_turn", change=Change.FIXED)
     """how questions are played: single_turn, or on workers of --mode environment: your own class,
     or an asynchronous reward of one turn, package.module:Name, path/to/file.py:Name,
-    file.py:Name(size=4); an agent of OpenAI's protocol, agent:COMMAND; a taskset of verifiers,
-    "verifiers:PYTHON TASKSET"; or an OpenEnv server, openenv:URL"""
+    file.py:Name(size=4); an agent of OpenAI's protocol, agent:COMMAND, or agent:URL of one that
+    grades itself; a taskset of verifiers, "verifiers:PYTHON TASKSET"; or an OpenEnv server,
+    openenv:URL"""
     judges: str = option("", change=Change.FIXED)
     """comma-separated names of the judges that environments ask: workers of --mode judge"""
     renderer: str = option("auto", change=Change.FIXED)

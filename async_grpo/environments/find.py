@@ -10,8 +10,9 @@ import inspect
 import os
 import shlex
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from async_grpo.environments.base import Environment, GradedTurn, SingleTurn
 from async_grpo.util.add_ons import add_on
@@ -20,10 +21,11 @@ from async_grpo.util.user_code import UserCode, hash_imported, split_arguments, 
 
 SHIPPED = {"single_turn": SingleTurn}
 GRADED_BY = 3  # arguments that an asynchronous reward is given: question, episode, services
+LOOPBACK = "127.0.0.1"
 AGENT, VERIFIERS, OPENENV = "agent:", "verifiers:", "openenv:"
 # Prefixes of names that add-ons play, each with an example of the words that follow it.
 HOSTED = {
-    AGENT: "python my_agent.py",
+    AGENT: "python my_agent.py",  # or a URL, see `agent_address`
     VERIFIERS: "/path/to/its/python TASKSET",
     OPENENV: "http://127.0.0.1:8000",
 }
@@ -39,8 +41,12 @@ def users_environment(name: str, *, option: str = "--environment") -> UserCode |
     if prefix := _prefix(name):
         return _hosted(name, prefix)
     code = UserCode.read(name, option=option, shipped=(*SHIPPED, *HOSTED))
-    if code.is_function != "plain":  # which `check_environments` refuses
-        code.check_arguments(num_given=GRADED_BY if code.is_function else 0)
+    if code.is_function:
+        raise ConfigError(
+            f"{option} must be a class, or an `async def` reward, got the plain function {name}: "
+            "name it in --reward-fns, or have it await a service"
+        )
+    code.check_arguments(num_given=GRADED_BY if code.is_coroutine else 0)
     return code
 
 
@@ -60,26 +66,45 @@ def check_environments(names: Iterable[str]) -> None:
         code = users_environment(name)
         if code and not _prefix(name):
             code.check_defined()
-            if code.is_function == "plain":
-                raise ConfigError(
-                    f"--environment must be a class, or an `async def` reward, got the plain "
-                    f"function {name}: name it in --reward-fns, or have it await a service"
-                )
 
 
 def grades_itself(name: str) -> bool:
     """Whether the environment of that name needs no reward function, judged by its text."""
-    code = users_environment(name)
-    if code is None or _prefix(name):
-        return _prefix(name) in (VERIFIERS, OPENENV)
-    is_own = code.defines("grade") or code.is_function == "asynchronous"
-    return is_own and not code.asks("verify")
+    code, prefix = users_environment(name), _prefix(name)
+    if code is None or prefix in (VERIFIERS, OPENENV):
+        return code is not None
+    if prefix == AGENT:
+        return agent_address(_words(name)) is not None
+    return (code.defines("grade") or code.is_coroutine) and not code.asks("verify")
 
 
 def asked_services(name: str) -> tuple[str, ...]:
     """The names that the environment uses as `services["..."]`, judged by its text."""
     code = users_environment(name)
     return () if code is None or _prefix(name) else code.keys_of("services")
+
+
+def agent_address(words: Sequence[str]) -> tuple[str, str] | None:
+    """The URL of an agent served elsewhere, and where gateways listen; None: words of a command.
+
+    Raises `ValueError` for an agent that could not reach a gateway.
+
+    >>> agent_address(["https://agents:8000/run", "--listen", "0.0.0.0"])
+    ('https://agents:8000/run', '0.0.0.0')
+    """
+    if not words or not words[0].startswith(("http://", "https://")):
+        return None
+    url, *more = words
+    host = urlsplit(url).hostname
+    if not host or len(more) not in (0, 2) or more[:1] not in ([], ["--listen"]):
+        raise ValueError(f"after a URL may stand --listen and an address, got {' '.join(words)}")
+    listens = more[1] if more else LOOPBACK
+    if listens == LOOPBACK and host not in ("localhost", "::1") and host[:4] != "127.":
+        raise ValueError(
+            f"an agent on {host} cannot reach gateways that listen on {LOOPBACK}: add `--listen "
+            "0.0.0.0` (every interface) or the workers' own address behind the URL"
+        )
+    return url, listens
 
 
 def make_environment(code: UserCode) -> Environment:
@@ -123,6 +148,8 @@ def _hosted(name: str, prefix: str) -> UserCode:
         )
     try:
         words = [os.path.abspath(word) if os.path.isfile(word) else word for word in _words(name)]
+        if prefix == AGENT and agent_address(words):
+            return UserCode(prefix + shlex.join(words), "")
         texts = [text_of(word) for word in words if word.endswith(".py")]
         texts += [Path(word).read_text("utf-8") for word in words if word.endswith(".toml")]
     except (OSError, SyntaxError, ValueError) as error:

@@ -10,14 +10,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from async_grpo.config.roles import (
-    ENVIRONMENT,
-    GENERATION,
-    JUDGE,
-    REWARD,
-    SERVICE,
-    VERIFIER,
-)
+from async_grpo.config.roles import ENVIRONMENT, GENERATION, JUDGE, REWARD, SERVICE, VERIFIER
 from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.devices.inventory import forwarded, own_ids, usable_devices
 from async_grpo.types.worker_info import WorkerInfo

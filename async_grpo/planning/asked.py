@@ -16,15 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from async_grpo.algorithms.find import find_algorithm
-from async_grpo.config.roles import (
-    GENERATION,
-    JUDGE,
-    LOGPROB,
-    REFERENCE,
-    REWARD,
-    SERVICE,
-    TEACHER,
-)
+from async_grpo.config.roles import GENERATION, JUDGE, LOGPROB, REFERENCE, REWARD, SERVICE, TEACHER
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.devices.bill import FLOAT32, ModelShape

@@ -90,6 +90,7 @@ GATEWAY_ENDED_S = 5.0  # of requests that run when it ends
 AGENT_SAID_S = 2.0  # of the last output of an agent that was killed
 
 # Other people's environments.
+AGENT_CONNECTED_S = 10.0  # of an agent served elsewhere, which may then take its time
 BRIDGE_READY_S = 180.0  # of a process that imports them, which may be large
 OPENENV_ANSWER_S = 60.0  # of a server, to one action
 

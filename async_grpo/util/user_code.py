@@ -28,7 +28,7 @@ from modulefinder import ModuleFinder
 from pathlib import Path
 from traceback import FrameSummary
 from types import ModuleType
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from async_grpo.util.errors import ConfigError
 
@@ -279,14 +279,18 @@ class UserCode:
         return tuple(dict.fromkeys(key for key in keys if isinstance(key, str)))
 
     @property
-    def is_function(self) -> Literal["", "plain", "asynchronous"]:
-        """Of which kind the function of that name is; empty: there is none."""
-        for each in self._nodes():
-            if getattr(each, "name", "") == self.name.rpartition(":")[2]:
-                if isinstance(each, ast.AsyncFunctionDef):
-                    return "asynchronous"
-                return "plain" if isinstance(each, ast.FunctionDef) else ""
-        return ""
+    def is_coroutine(self) -> bool:
+        """Whether the name is that of an `async def`."""
+        return self._is(ast.AsyncFunctionDef)
+
+    @property
+    def is_function(self) -> bool:
+        """Whether the name is that of a `def`."""
+        return self._is(ast.FunctionDef)
+
+    def _is(self, kind: type[ast.FunctionDef | ast.AsyncFunctionDef]) -> bool:
+        name = self.name.rpartition(":")[2]
+        return any(isinstance(node, kind) and node.name == name for node in self._tree().body)
 
     def asks(self, method: str) -> bool:
         """Whether its source names an attribute `method`, of any object."""

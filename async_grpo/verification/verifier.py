@@ -113,8 +113,8 @@ def _load_adapter(name: str, config: VerifierConfig) -> Adapter:
         )
     if inspect.iscoroutinefunction(adapter):
         raise ConfigError(
-            f"--reward-fns must be plain functions, got the asynchronous {name!r}: name it as "
-            f"--environment {name}, for it runs in workers of --mode environment"
+            f"--reward-fns must be plain functions, got {name!r}, asynchronous: name it by "
+            "--environment, for it runs in workers of --mode environment"
         )
     if not arguments:
         return adapter

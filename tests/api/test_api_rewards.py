@@ -115,7 +115,7 @@ lock, table = threading.Lock(), bytes(17 << 20)
     [
         (lambda sample: lock and 1.0, "sent to verifier processes, and refers to what cannot be"),
         (lambda sample: len(table), "must refer to at most 16 MiB, got 17.0"),
-        (waits, "must take a question, an episode and services, got (sample): write async def my"),
+        (waits, "must take what it grades and asks, got (sample): write def my_reward(question"),
         ([asks_index, equal], "an asynchronous reward must be the only one, got asks_index, equal"),
         (as_others_have_it, "must take one sample, a dict, got (prompts, completions)"),
         ([], "must be a function, or several, got none"),
@@ -131,6 +131,14 @@ def test_what_cannot_grade_is_refused_in_a_sentence(rewards, sentence, tmp_path)
 def test_a_folder_with_a_comma_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="output_dir must hold no comma"):
         reward_file(equal, folder=tmp_path / "a,b")
+
+
+def test_an_asynchronous_reward_without_a_source_is_known_as_one(tmp_path):
+    names = {}
+    exec("async def typed(question, episode, services):\n    return 1.0", names)
+    file = reward_file(names["typed"], folder=tmp_path)
+    file.write()
+    assert grades_itself(*file.names)
 
 
 def test_an_asynchronous_reward_runs_elsewhere_and_its_file_says_what_it_asks(tmp_path):

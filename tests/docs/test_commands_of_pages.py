@@ -11,6 +11,7 @@ from async_grpo.cli.main import main
 BLOCKS = all_blocks("bash")
 # Options of others' programs, which pages name in their text.
 FOREIGN = {
+    "--listen",  # of an agent: in the words of --environment
     *(
         "--address",
         "--cpu",

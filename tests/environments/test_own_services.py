@@ -13,7 +13,7 @@ from two_turns import TwoTurns
 from async_grpo.config.roles import VERIFIER, name_of_class, role_of, service
 from async_grpo.config.worker_config import WorkerConfig, check_services
 from async_grpo.environments.base import Environment, EpisodeFailed, FailureClass, SingleTurn
-from async_grpo.environments.find import check_environments, grades_itself, make_environment
+from async_grpo.environments.find import grades_itself, make_environment, users_environment
 from async_grpo.environments.service import Service, ServiceWorker, make_service
 from async_grpo.types import ServiceRequest, Verdict, WorkerInfo
 from async_grpo.types.message import packed, unpacked
@@ -203,15 +203,13 @@ def test_a_reward_is_refused_where_it_cannot_run(tmp_path):
     file.write_text(REWARDS)
     assert not grades_itself(f"{file}:plain")  # one of its file asks verifiers
     file.write_text(REWARDS.replace("services.verify", "services.never"))
-    assert grades_itself(f"{file}:plain") and not grades_itself(f"{file}:sync")
+    assert grades_itself(f"{file}:plain")
+    with pytest.raises(ConfigError, match=r":ranked must be given arguments that .*, got n=1"):
+        users_environment(f"{file}:ranked(n=1)")
     with pytest.raises(ConfigError, match=r"an `async def` reward, got the plain function .*:sync"):
-        check_environments([f"{file}:plain", f"{file}:sync"])
+        users_environment(f"{file}:sync")
     with pytest.raises(
-        ConfigError, match=r":ranked must be given arguments that .*, got n=1"
-    ):
-        check_environments([f"{file}:ranked(n=1)"])
-    with pytest.raises(
-        ConfigError, match=r"must be plain functions, got the asynchronous .*:plain"
+        ConfigError, match=r"must be plain functions, got .*:plain', asynchronous: name it by --env"
     ):
         load_adapters(VerifierConfig(reward_names=(f"{file}:plain",)))
 

@@ -3,12 +3,14 @@
 import re
 import subprocess
 import sys
+from collections import Counter
 
 import numpy as np
 import openai
 import pytest
 from commands import REPOSITORY, Command, dispatcher, trainer
 from loops import READY_S, TIMEOUT_S, engine_differences, read_lines, read_samples
+from remote_agents import chat, served
 from tiny_models import load_model
 from transformers import AutoTokenizer
 
@@ -20,21 +22,17 @@ GROUP, LONGEST, ROW = 8, 64, 512
 TOLERANCE = 2e-5  # nats, float32, of a trained model, whose logits are large
 END = "<|im_end|>"
 JUDGED = """
-from async_grpo.environments.base import Environment
 from async_grpo.types import Verdict
 
-class Judged(Environment):
-    async def play(self, question, policy, services):
-        await policy.sample(question.input_token_ids)
-        return policy.episode()
+async def judged(question, episodes, services):
+    verdicts = []
+    for number, episode in enumerate(episodes):
+        messages = [{"role": "user", "content": question.input}]
+        said = await services.ask_judge("strict", messages, temperature=0, max_tokens=16)
+        verdicts.append(Verdict("scored", number + len(said), None, "judge", said, 0.0))
+    return verdicts
 
-    async def grade(self, question, episodes, services):
-        verdicts = []
-        for number, episode in enumerate(episodes):
-            messages = [{"role": "user", "content": question.input}]
-            said = await services.ask_judge("strict", messages, temperature=0, max_tokens=16)
-            verdicts.append(Verdict("scored", number + len(said), None, "judge", said, 0.0))
-        return verdicts
+judged.groupwise = True
 """
 PLANS = """
 from async_grpo.environments.base import Environment
@@ -186,12 +184,31 @@ def test_a_turn_under_a_grammar_is_read_and_counted_and_the_next_one_trained(tra
     assert min(shares) <= num_constrained / num_sampled <= max(shares)
 
 
-def test_a_judge_of_its_own_model_grades_a_run(train, workers, folder):
+def test_an_agent_served_elsewhere_trains_what_the_engine_sampled_by_its_own_reward(train, folder):
+    given = []
+
+    def act(asked):
+        said = chat(asked, asked["input"], max_tokens=LONGEST)
+        given.append(0.5 + len(said) % 7)
+        return {"reward": given[-1], "info": {"answer": asked["answer"]}}
+
+    with (
+        served(act) as agent,
+        train("remote", agent, "--num-training-batches", 2, "--batch-size", 2) as command,
+    ):
+        assert command.wait(timeout_s=READY_S) == 0, command.err[-4000:]
+    check_steps(folder / "remote", number=2)
+    check_tokens(folder / "remote")
+    rewards = Counter(each["reward"] for each in read_lines(folder / "remote" / "samples.jsonl"))
+    assert rewards.total() == 2 * 2 * GROUP and rewards <= Counter(given)
+
+
+def test_an_asynchronous_reward_that_asks_a_judge_grades_a_run(train, workers, folder):
     (folder / "judged.py").write_text(JUDGED)
     judge = ("--mode", "judge", "--name", "strict", "--max-model-len", ROW, *NAMESPACE)
     with (
         dispatcher(workers, MODEL, *judge) as judging,
-        train("judged", f"{folder}/judged.py:Judged", "--judges", "strict",
+        train("judged", f"{folder}/judged.py:judged", "--judges", "strict",
               "--num-training-batches", 2) as command,
     ):  # fmt: skip
         assert command.wait(timeout_s=READY_S) == 0, command.err[-4000:] + judging.err[-1000:]
