@@ -281,16 +281,18 @@ class UserCode:
     @property
     def is_coroutine(self) -> bool:
         """Whether the name is that of an `async def`."""
-        return self._is(ast.AsyncFunctionDef)
+        return self._is(ast.AsyncFunctionDef, self._nodes())
 
     @property
     def is_function(self) -> bool:
-        """Whether the name is that of a `def`."""
-        return self._is(ast.FunctionDef)
+        """Whether the name is that of a `def` that stands in nothing else."""
+        return self._is(ast.FunctionDef, self._tree().body)
 
-    def _is(self, kind: type[ast.FunctionDef | ast.AsyncFunctionDef]) -> bool:
+    def _is(
+        self, kind: type[ast.FunctionDef | ast.AsyncFunctionDef], nodes: Iterable[ast.AST]
+    ) -> bool:
         name = self.name.rpartition(":")[2]
-        return any(isinstance(node, kind) and node.name == name for node in self._tree().body)
+        return any(isinstance(node, kind) and node.name == name for node in nodes)
 
     def asks(self, method: str) -> bool:
         """Whether its source names an attribute `method`, of any object."""
