@@ -277,7 +277,9 @@ class Trainer:
     packing_efficiency = quotient(
         "packed_tokens", "budget_tokens", "fraction", "Packing efficiency"
     )
-    """prompt and output tokens by the token budget of all passes"""
+    """how full rows are: prompt and output tokens by the token budget of all passes"""
+    data_tokens_per_second = quotient("packed_tokens", "seconds", "1/s", "Data tokens")
+    """these prompt and output tokens by wall clock"""
     trained_tokens_per_second = quotient("trained_tokens", "seconds", "1/s", "Trained tokens")
     """unmasked output tokens trained by wall clock"""
 
@@ -299,6 +301,17 @@ class Hardware:
     """of a rank in FSDP's all-gathers and reduce-scatters since those of the line before, waiting
     for later ranks included (not in the all-reduce between groups of HYBRID_SHARD); on a device the
     time of their streams, most of it beside computing"""
+    seconds_all_gather = quotient("all_gather_seconds", "num_ranks", "seconds", "All-gathers")
+    """of these, in all-gathers of weights"""
+    seconds_reduce_scatter = quotient(
+        "reduce_scatter_seconds", "num_ranks", "seconds", "Reduce-scatters"
+    )
+    """of these, in reduce-scatters of gradients"""
+    seconds_copying = quotient("copying_seconds", "num_ranks", "seconds", "Copies to the device")
+    """of a rank in copying the step's minibatches from the host to its device, by its stream; null
+    on a CPU"""
+    seconds_updating = quotient("updating_seconds", "num_ranks", "seconds", "Optimizer")
+    """of a rank in dividing and clipping the gradient and in AdamW, of the step before"""
     seconds_agreeing = quotient("agreeing_seconds", "num_ranks", "seconds", "Agreeing")
     """of a rank in the audit of this step, and in the sums of metrics and the gradient norm of the
     step before, likewise"""
@@ -306,7 +319,10 @@ class Hardware:
     """most memory of this machine that a rank's process has held since it began, where it is the
     largest; of each rank as `peak_process_bytes/rank_0` and so on"""
     peak_device_bytes = fact("bytes", "Peak device memory", window="run")
-    """likewise of the device by torch's allocator, without what CUDA and NCCL take themselves"""
+    """likewise of the device, reserved by torch's allocator, without what CUDA and NCCL take
+    themselves; null on a CPU"""
+    peak_allocated_bytes = fact("bytes", "Peak allocated memory", window="run")
+    """likewise of these, held by tensors: what is reserved beyond them is cached or fragmented"""
 
 
 class Evaluation:
@@ -356,7 +372,7 @@ OF_TYPES = (
     "perc_failed_samples", "num_replacements",
 )  # fmt: skip
 """Metrics that each type of questions with a data file also has, as `avg_reward/TYPE`."""
-OF_RANKS = ("peak_process_bytes", "peak_device_bytes")
+OF_RANKS = ("peak_process_bytes", "peak_device_bytes", "peak_allocated_bytes")
 """Metrics that each rank also has."""
 METRICS = tuple(METRIC_BY_NAME[name] for name in METRIC_BY_NAME if name not in vars(Evaluation))
 """The metrics of a gradient step."""

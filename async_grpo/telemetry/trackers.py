@@ -53,7 +53,7 @@ GROUPS = (  # a metric is in the first group whose pattern matches the start of 
     ("lag", r"lag_|avg_lag|avg_token_lag|max_lag"),
     ("engine", r"mismatch_|effective_|corrected_|canary_"),
     ("sync", r"sync_|recomputed_"),
-    ("hardware", r"mfu|tflops_|peak_|seconds_(gathering|agreeing)"),
+    ("hardware", r"mfu|tflops_|peak_|seconds_(gathering|all_g|reduce_s|agreeing|copying|updating)"),
     (
         "speed",
         r"seconds|\w+_per_second|\w+_idle_fraction|packing_|avg_(generating|verifying|scoring)",

@@ -92,7 +92,9 @@ class Learner:
             scores_of_given=self.algorithm.scores_of_given,
             share_prompts=self.policy.shares_prompts,
         )
-        self.step.accumulate(to_device(packed, self.device))
+        with self.step.timers.enqueuing("copying_seconds"):
+            moved = to_device(packed, self.device)
+        self.step.accumulate(moved)
         self.recorder.keep(minibatch, packed)
         self.step.count(
             num_fillers=not minibatch.samples,

@@ -1,4 +1,4 @@
-"""What a rank measures of itself: seconds in collectives, peak memory, the peak of its device.
+"""What a rank measures of itself: where its seconds go, peak memory, the peak of its device.
 
 Nothing here waits for a device before the end of a step, where the metrics wait for it anyway.
 """
@@ -23,21 +23,23 @@ from async_grpo.training.fsdp import compute_dtype
 PRODUCTS_S = 0.2  # seconds for which matrix products are repeated to find the peak
 DEVICE_SIZE, CPU_SIZE = 8192, 512  # rows and columns of their square factors
 STATUS = Path("/proc/self/status")
+GATHERING = ("all_gather_seconds", "reduce_scatter_seconds")
 
 
-class Collectives:
-    """Seconds of one rank in FSDP's collectives (`gathering`) and in those of a step's end.
+class Timers:
+    """Seconds of one rank in FSDP's collectives, in those of a step's end, in AdamW and in copies.
 
-    On a CPU, the seconds for which the thread is blocked. On a device, FSDP's seconds are those of
-    the streams that the collectives run on, mostly in parallel to computing. Both include the wait
-    for ranks that join later.
+    On a CPU, the seconds for which the thread is blocked. On a device, those of the streams that
+    the work runs on: FSDP's mostly in parallel to computing. Collectives include the wait for ranks
+    that join later. Copies of minibatches are those to a device: a CPU has none.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._gathering_s = 0.0
-        self._agreeing_s = 0.0
-        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        names = (*GATHERING, "agreeing_seconds", "updating_seconds")
+        self._names = (*names, "copying_seconds") if device.type == "cuda" else names
+        self._seconds = dict.fromkeys(self._names, 0.0)
+        self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
 
     def watch(self, policy: torch.nn.Module) -> None:
         """Time the gathers and scatters of a sharded policy from now on."""
@@ -47,57 +49,65 @@ class Collectives:
                 module.set_custom_reduce_scatter(_TimedReduceScatter(self))
 
     @contextmanager
-    def gathering(self) -> Iterator[None]:
-        """Time the block, in which FSDP runs a collective or enqueues it on the device."""
+    def enqueuing(self, name: str) -> Iterator[None]:
+        """Time the block, which runs work, or enqueues it on the device's current stream."""
         if self._device.type != "cuda":
-            started = time.perf_counter()
-            yield
-            self._gathering_s += time.perf_counter() - started
+            with self._blocked(name):
+                yield
             return
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()  # on FSDP's stream for collectives, which is the current one here
+        begin.record()  # in FSDP's collectives, on its stream for them
         yield
         end.record()
-        self._events.append((begin, end))
+        self._events.append((name, begin, end))
 
     @contextmanager
     def agreeing(self) -> Iterator[None]:
         """Time the block, in which ranks exchange counts at the end of a step."""
+        with self._blocked("agreeing_seconds"):
+            yield
+
+    @contextmanager
+    def _blocked(self, name: str) -> Iterator[None]:
         started = time.perf_counter()
         yield
-        self._agreeing_s += time.perf_counter() - started
+        if name in self._seconds:
+            self._seconds[name] += time.perf_counter() - started
 
     def take(self) -> dict[str, float]:
         """{name: seconds} since the last call; waits for the device."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        on_device = sum(begin.elapsed_time(end) for begin, end in self._events) / 1e3
-        seconds = {
-            "gathering_seconds": self._gathering_s + on_device,
-            "agreeing_seconds": self._agreeing_s,
-        }
-        self._gathering_s, self._agreeing_s, self._events = 0.0, 0.0, []
-        return seconds
+        seconds, events = self._seconds, self._events
+        self._seconds, self._events = dict.fromkeys(self._names, 0.0), []
+        for name, begin, end in events:
+            seconds[name] += begin.elapsed_time(end) / 1e3
+        return {**seconds, "gathering_seconds": sum(seconds[name] for name in GATHERING)}
 
 
 class _Timed:
-    def __init__(self, collectives: Collectives) -> None:
-        self._collectives = collectives
+    name: str
+
+    def __init__(self, timers: Timers) -> None:
+        self._timers = timers
 
     def __call__(self, *args: object, **options: object) -> object:
-        with self._collectives.gathering():
+        with self._timers.enqueuing(self.name):
             return super().__call__(*args, **options)  # type: ignore[misc]  # of what it times
 
 
-class _TimedAllGather(_Timed, DefaultAllGather): ...
+class _TimedAllGather(_Timed, DefaultAllGather):
+    name = "all_gather_seconds"
 
 
-class _TimedReduceScatter(_Timed, DefaultReduceScatter): ...
+class _TimedReduceScatter(_Timed, DefaultReduceScatter):
+    name = "reduce_scatter_seconds"
 
 
 def peak_memory(device: torch.device) -> dict[str, float]:
     """{name: bytes}: this process's peak so far, in the host, and on the device for tensors.
 
+    `peak_device_bytes` is what torch has reserved for them, `peak_allocated_bytes` what they hold.
     What CUDA and NCCL themselves take of the device is not included.
     """
     lines = STATUS.read_text().splitlines()
@@ -105,6 +115,7 @@ def peak_memory(device: torch.device) -> dict[str, float]:
     memory = {"peak_process_bytes": 1024.0 * int(high_water.split()[1])}
     if device.type == "cuda":
         memory["peak_device_bytes"] = float(torch.cuda.max_memory_reserved(device))
+        memory["peak_allocated_bytes"] = float(torch.cuda.max_memory_allocated(device))
     return memory
 
 

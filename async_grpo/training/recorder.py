@@ -96,7 +96,7 @@ class Recorder:
         digest = digest_of(keys, incarnation=end.incarnation)
         weight = sum(float(each.weight) for each in self._kept)
         own = Tally(*self._step.backpropagated, digest, weight)
-        with self._step.collectives.agreeing():
+        with self._step.timers.agreeing():
             trained = [own]
             if dist.is_initialized():
                 trained *= dist.get_world_size()

@@ -25,7 +25,7 @@ from async_grpo.config.training_options import MemoryOptions, OptimizerOptions
 from async_grpo.model.collate import collate, to_device
 from async_grpo.model.policy import PolicyModel
 from async_grpo.training import fsdp
-from async_grpo.training.meters import Collectives, peak_memory
+from async_grpo.training.meters import Timers, peak_memory
 from async_grpo.training.schedule import Clocks, learning_rate_after
 from async_grpo.types import PackedMinibatch
 
@@ -109,8 +109,8 @@ class GradientStep:
         chunk_size = memory.chunk_size(batching.max_tokens_per_gpu)
         self._setting = {"temperature": algorithm.temperature, "chunk_size": chunk_size}
         self._device = device or next(policy.parameters()).device
-        self.collectives = Collectives(self._device)
-        self.collectives.watch(policy)
+        self.timers = Timers(self._device)
+        self.timers.watch(policy)
         self.keeps_terms = False  # `training.recorder` sets it
         self._forget()
 
@@ -197,7 +197,8 @@ class GradientStep:
         elif num_bad_losses or not math.isfinite(grad_norm):
             skipped, suspects = NON_FINITE, self._suspects(is_loss=num_bad_losses > 0)
         else:
-            self._update(learning_rate, denominator=denominator, grad_norm=grad_norm)
+            with self.timers.enqueuing("updating_seconds"):
+                self._update(learning_rate, denominator=denominator, grad_norm=grad_norm)
             self.clocks = self.clocks.after(num_samples, num_tokens)
         self.discard()
         return StepResult(
@@ -253,7 +254,7 @@ class GradientStep:
         norm = torch.nn.utils.get_total_norm(self._gradients())
         if not isinstance(norm, DTensor):
             return float(norm)
-        with self.collectives.agreeing():
+        with self.timers.agreeing():
             return float(norm.full_tensor())
 
     def _gradients(self) -> Iterable[Tensor]:
@@ -268,13 +269,13 @@ class GradientStep:
         """(metrics, meters): sums and maxima over all ranks, by one collective."""
         num_bad = sum(~loss.isfinite() for loss in self.losses)
         counts = {**self._counts, "num_minibatches": len(self.losses), "num_bad_losses": num_bad}
-        meters = {**self._meters, **self.collectives.take(), "num_ranks": 1.0}
+        meters = {**self._meters, **self.timers.take(), "num_ranks": 1.0}
         memory = peak_memory(self._device)
         sums = {**counts, **self._sums, **meters}
         entries = [*sorted(sums.items()), *sorted((self._maxima | memory).items())]
         number = partial(torch.as_tensor, dtype=torch.float64, device=self._device)
         local = torch.stack([number(value) for _, value in entries])
-        with self.collectives.agreeing():
+        with self.timers.agreeing():
             every = _all_gather(local)
         totals = torch.cat([every[:, : len(sums)].sum(0), every[:, len(sums) :].amax(0)])
         names = [name for name, _ in entries]

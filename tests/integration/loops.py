@@ -40,7 +40,8 @@ WITHOUT_POPULATION = {"avg_format_reward", "avg_replaced_reward", "perc_timed_ou
     "judge_asked_again",
     "perc_judge_disagreements",
     "service_answers",
-    *("mfu", "mfu_computing", "peak_device_bytes"),  # of a CPU
+    *("mfu", "mfu_computing", "peak_device_bytes", "peak_allocated_bytes"),  # of a CPU
+    "seconds_copying",
 }
 
 

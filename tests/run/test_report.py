@@ -192,6 +192,7 @@ def test_utilisation_is_told_by_wall_clock_and_by_the_time_that_was_not_stood_st
 ):
     meters = {
         "model_tflop": 6.0, "num_ranks": 2.0, "peak_tflops": 3.0, "gathering_seconds": 1.0,
+        "all_gather_seconds": 0.75, "reduce_scatter_seconds": 0.25, "updating_seconds": 0.5,
         "agreeing_seconds": 0.5, "peak_process_bytes": 3.0 * 2**30,
         "peak_process_bytes/rank_0": 2.0 * 2**30, "peak_process_bytes/rank_1": 3.0 * 2**30,
     }  # fmt: skip
@@ -206,6 +207,9 @@ def test_utilisation_is_told_by_wall_clock_and_by_the_time_that_was_not_stood_st
     assert (first["mfu"], first["mfu_computing"]) == (6 / (3 * 4), 6 / (3 * 2))
     assert first["tflops_per_second"] == 6 / (4 * 2)
     assert (first["seconds_gathering"], first["seconds_agreeing"]) == (0.5, 0.25)
+    assert (first["seconds_all_gather"], first["seconds_reduce_scatter"]) == (0.375, 0.125)
+    assert (first["seconds_updating"], first["seconds_copying"]) == (0.25, None)  # of a CPU
+    assert first["peak_allocated_bytes"] is None
     of_ranks = [first[f"peak_process_bytes/rank_{rank}"] for rank in range(2)]
     assert (first["peak_process_bytes"], of_ranks) == (3 << 30, [2 << 30, 3 << 30])
     assert second["mfu"] is second["mfu_computing"] is None

@@ -89,7 +89,8 @@ def test_numbers_of_a_known_step():
         "perc_truncated_samples": 0.25, "perc_with_0_advantage": 0.5, "avg_format_reward": 0.25,
         "avg_lag": 0.5, "max_lag": 1, "loss": 0.5, "entropy": 0.5, "clip_fraction": 0.1,
         "packing_efficiency": 0.75, "mismatch_max": 0.01, "tokens_per_second": 40.0,
-        "trained_tokens_per_second": 25.0, "trainer_idle_fraction": 0.25, "kl": None,
+        "trained_tokens_per_second": 25.0, "data_tokens_per_second": 75.0,
+        "trainer_idle_fraction": 0.25, "kl": None,
         "fate_trained": 4, "fate_zero_contribution": 4, "fate_failed": 1,
         "failed_verification": 1, "discarded_lease_revoked": 8,
     }  # fmt: skip

@@ -15,14 +15,15 @@ from async_grpo.config.train_config import TrainConfig
 from async_grpo.model.policy import PolicyModel
 from async_grpo.training.fsdp import shard
 from async_grpo.training.learner import Learner
-from async_grpo.training.meters import Collectives
+from async_grpo.training.meters import Timers
 from async_grpo.training.ranks import Ranks
 from async_grpo.types import EndOfStep, Minibatch
 
 SAMPLES = [[make_sample([5, 6], [7, 8, 9], ordinal=rank)] for rank in range(2)]
 HELD_BYTES = 300 << 20
 HELD_S, LATE_S = 1.0, 1.0
-GATHERING = ((dist, "all_gather_single"), (dist, "reduce_scatter_single"))
+ALL_GATHER, REDUCE_SCATTER = ((dist, "all_gather_single"),), ((dist, "reduce_scatter_single"),)
+UPDATING = ((torch.optim.AdamW, "step"),)
 AGREEING = ((dist, "all_gather_object"), (dist, "all_gather"), (DTensor, "full_tensor"))
 
 
@@ -55,7 +56,9 @@ def steps_with_meters(rank, *, output_dir):
     config = TrainConfig(model_name_or_path="m", data_path="d", output_dir=output_dir)
     policy = shard(PolicyModel(tiny_model(tied=True)), mesh)
     learner = Learner(policy, config, Ranks(rank, 2, torch.device("cpu"), mesh), peak=0.25)
-    watches = [Stopwatch(functions) for functions in (GATHERING, AGREEING)]
+    watches = [
+        Stopwatch(functions) for functions in (ALL_GATHER, REDUCE_SCATTER, AGREEING, UPDATING)
+    ]
     plain = _step(learner, rank, 0, watches)
     held = np.ones((HELD_BYTES if rank else 0,), np.uint8)
     time.sleep(HELD_S)
@@ -67,13 +70,13 @@ def steps_with_meters(rank, *, output_dir):
 
 def _step(learner, rank, batch, watches, *, late_s=0.0):
     """Meters of a step, and what this rank's own watches say at the moment when they are read."""
-    collectives, watched = learner.step.collectives, []
+    timers, watched = learner.step.timers, []
 
     def take():
         watched.extend(watch.take() for watch in watches)
-        return Collectives.take(collectives)
+        return Timers.take(timers)
 
-    collectives.take = take
+    timers.take = take
     for work in (lambda: learner.accumulate(Minibatch(0, tuple(SAMPLES[rank]))), dist.barrier):
         if rank:
             time.sleep(late_s)

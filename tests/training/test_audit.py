@@ -11,7 +11,7 @@ from oracle import make_sample, oracle_twin, random_samples, sent, tiny_model
 from ranks import run_ranks
 
 from async_grpo.model.collate import collate
-from async_grpo.training.meters import Collectives
+from async_grpo.training.meters import Timers
 from async_grpo.training.recorder import Recorder
 from async_grpo.types import EndOfStep, Minibatch, Tally, digest_of
 from async_grpo.util.errors import AuditError
@@ -37,7 +37,7 @@ def trained_by(samples, packed):
     step = SimpleNamespace(
         losses=[torch.tensor(0.0)],
         backpropagated=(packed.num_samples, packed.target_ids.numel()),
-        collectives=Collectives(torch.device("cpu")),
+        timers=Timers(torch.device("cpu")),
     )
     recorder = Recorder(None, step)
     recorder.keep(Minibatch(0, tuple(samples)), packed)

@@ -12,7 +12,7 @@ from meter_scenarios import LATE_S, steps_with_meters
 from ranks import run_ranks
 
 from async_grpo.config.training_options import MemoryOptions
-from async_grpo.training.meters import CPU_SIZE, Collectives, peak_memory, peak_tflops
+from async_grpo.training.meters import CPU_SIZE, Timers, peak_memory, peak_tflops
 
 CPU = torch.device("cpu")
 WITHIN = 0.05
@@ -69,17 +69,30 @@ def test_peak_memory_of_each_rank_is_what_the_kernel_shows_from_outside(ranks, w
 def test_seconds_in_collectives_are_those_of_watches_around_torch_s_own_functions(ranks, step):
     """Sums of both ranks; when one is late by a second, the other stands still for it."""
     meters, _ = ranks[0][step]
-    for number, name in enumerate(("gathering_seconds", "agreeing_seconds")):
+    names = ("all_gather_seconds", "reduce_scatter_seconds", "agreeing_seconds")
+    for number, name in enumerate(names):
         outside = sum(rank[step][1][number] for rank in ranks)
         assert meters[name] == pytest.approx(outside, rel=WITHIN, abs=0.02)
-        assert (meters[name] > 0.5 * LATE_S) or step != "late"
+    gathers = [meters["all_gather_seconds"], meters["reduce_scatter_seconds"]]
+    assert meters["gathering_seconds"] == pytest.approx(sum(gathers)) and min(gathers) > 0
+    waited = [meters["gathering_seconds"], meters["agreeing_seconds"]]
+    assert min(waited) > 0.5 * LATE_S or step != "late"
+
+
+def test_seconds_of_the_optimizer_are_those_of_the_step_before_with_its_clipping(ranks):
+    assert ranks[0]["plain"][0]["updating_seconds"] == 0
+    for step in ("held", "late"):
+        adamw = sum(rank[step][1][3] for rank in ranks)
+        clipping = ranks[0][step][0]["updating_seconds"] - adamw
+        assert adamw > 0 and 0 < clipping < 1
 
 
 def test_without_other_ranks_nobody_waits_and_memory_is_known():
-    collectives = Collectives(CPU)
-    with collectives.agreeing():
+    timers = Timers(CPU)
+    with timers.agreeing(), timers.enqueuing("copying_seconds"):  # a CPU has no copies
         time.sleep(0.05)
-    first, second = collectives.take(), collectives.take()
+    first, second = timers.take(), timers.take()
+    assert "copying_seconds" not in first
     assert first["agreeing_seconds"] >= 0.05 and first["gathering_seconds"] == 0
     assert not any(second.values())
     assert peak_memory(CPU).keys() == {"peak_process_bytes"}
@@ -103,14 +116,21 @@ def test_on_a_device_streams_are_timed_by_events_and_memory_by_torch(monkeypatch
     monkeypatch.setattr("torch.cuda.Event", Event)
     monkeypatch.setattr("torch.cuda.synchronize", lambda device: order.append("caught up"))
     monkeypatch.setattr("torch.cuda.max_memory_reserved", lambda device: 3 << 30)
-    collectives = Collectives(torch.device("cuda"))
-    for _ in range(3):
-        with collectives.gathering():
+    monkeypatch.setattr("torch.cuda.max_memory_allocated", lambda device: 2 << 30)
+    timers = Timers(torch.device("cuda"))
+    names = ["all_gather", "all_gather", "reduce_scatter", "copying", "updating"]
+    for name in names:
+        with timers.enqueuing(f"{name}_seconds"):
             assert not order  # nothing waits for the device between minibatches
-    assert collectives.take()["gathering_seconds"] == 0.75
-    assert order == ["caught up", "read", "read", "read"]
-    assert collectives.take()["gathering_seconds"] == 0
-    assert peak_memory(torch.device("cuda"))["peak_device_bytes"] == 3 << 30
+    seconds = timers.take()
+    assert order == ["caught up"] + ["read"] * len(names)
+    assert seconds == {
+        "all_gather_seconds": 0.5, "reduce_scatter_seconds": 0.25, "gathering_seconds": 0.75,
+        "copying_seconds": 0.25, "updating_seconds": 0.25, "agreeing_seconds": 0.0,
+    }  # fmt: skip
+    assert not any(timers.take().values())
+    memory = peak_memory(torch.device("cuda"))
+    assert (memory["peak_device_bytes"], memory["peak_allocated_bytes"]) == (3 << 30, 2 << 30)
 
 
 def test_a_peak_is_given_or_measured_or_left_out_on_a_cpu(monkeypatch):
