@@ -178,7 +178,7 @@ def run(config: TrainConfig, *, stop: Event | None = None) -> None:
     if is_main_rank():
         check_at_once(config)
     with without_collection():
-        from async_grpo.training.ranks import as_rank_loss  # seconds, as all needing torch
+        from async_grpo.training.ranks import as_ranks_failure  # seconds, as all needing torch
 
     places, asks_ray = config.places, not algorithm_of(config).learns_from_pairs
     timeout_s = places.stall_timeout_s + places.worker_timeout_s + deadlines.GROUP_SLACK_S
@@ -186,17 +186,21 @@ def run(config: TrainConfig, *, stop: Event | None = None) -> None:
         with joined_ranks(config, asks_ray=asks_ray, timeout_s=timeout_s) as ranks:
             _train(config, ranks, stop=stop)
     except RuntimeError as error:
-        if (lost := as_rank_loss(error)) is None:
+        if (failure := as_ranks_failure(error, config.recording.output_dir)) is None:
             raise
-        raise lost from error
+        raise failure from error
 
 
 @contextmanager
 def joined_ranks(config: TrainConfig, *, asks_ray: bool, timeout_s: float) -> Iterator[Ranks]:
     """The group of all ranks, which this one joins with a device of its own: see `rank_device`."""
-    from async_grpo.training.ranks import Ranks
+    from async_grpo.training.ranks import COLLECTIVES_FILE, Ranks
 
     places, memory = config.places, config.memory
+    # Where NCCL, whose time-out ends the process, leaves its record of collectives before.
+    of_nccl = Path(config.recording.output_dir).absolute() / f"{COLLECTIVES_FILE}nccl_"
+    os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(of_nccl))
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     with rank_device(
         asks_ray=asks_ray,
         address=places.ray_address,

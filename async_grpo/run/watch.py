@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, TypeVar
 from async_grpo.cluster.handles import CONTROLLER, ControllerClient, RunClient
 from async_grpo.telemetry.incidents import Incident, Incidents
 from async_grpo.telemetry.jsonl import write_json_atomic
-from async_grpo.training.ranks import Ranks, as_rank_loss
+from async_grpo.training.ranks import COLLECTIVES_FILE, Ranks, as_ranks_failure
 from async_grpo.types import Control, PipelineStatus, WorkerInfo
 from async_grpo.util import deadlines
 from async_grpo.util.errors import AsyncGrpoError, ClusterError, DeadlineError, ProcessLostError
@@ -126,8 +126,9 @@ class RunRecord:
         self._num_batches, self._trained_at_s = num_batches, time.time()
 
     def forget(self) -> None:
-        """Remove an earlier run's record: this one has started."""
-        self.path.unlink(missing_ok=True)
+        """Remove what an earlier run died of: this one has started."""
+        for path in (self.path, *self.path.parent.glob(f"{COLLECTIVES_FILE}*")):
+            path.unlink(missing_ok=True)
 
     def write(self, error: BaseException, *, sentence: str, first: Incident | None) -> bool:
         """Write the record; False when another rank has written one before."""
@@ -184,7 +185,7 @@ def first_failure_recorded(record: RunRecord, ranks: Ranks) -> Iterator[None]:
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # a boundary: recorded once, and raised again
-        known = as_rank_loss(error) or error
+        known = as_ranks_failure(error, record.path.parent) or error
         first = _first_cause(known, record, ranks)
         sentence = _sentence(known, first)
         try:

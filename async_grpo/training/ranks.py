@@ -8,24 +8,33 @@ replicate   ranks of the same place in their groups hold the same shards, and ad
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Self, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from async_grpo.util import deadlines
-from async_grpo.util.errors import AsyncGrpoError, ConfigError, RankLostError
+from async_grpo.util.errors import (
+    AsyncGrpoError,
+    CollectiveTimeout,
+    ConfigError,
+    RankLostError,
+)
 
 T = TypeVar("T")
 SHARD, REPLICATE = "shard", "replicate"  # see `make_mesh`
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
-
+COLLECTIVES_FILE = "collectives_rank_"  # and the rank: what torch has recorded of its collectives
 
 # Messages of gloo's and NCCL's collectives when a peer's process has ended.
 LOSS = re.compile(
@@ -35,14 +44,78 @@ LOSS = re.compile(
 )
 
 
-def as_rank_loss(error: BaseException) -> RankLostError | None:
-    """`RankLostError` for a collective that failed because another rank has died, else None."""
-    is_collectives_own = isinstance(error, RuntimeError) and not isinstance(error, AsyncGrpoError)
-    if not is_collectives_own or not LOSS.search(str(error)):
+LATE = re.compile(r"gloo.*[Tt]imed out waiting|collective operation timeout", re.DOTALL)
+
+
+def as_ranks_failure(error: BaseException, folder: str | Path) -> AsyncGrpoError | None:
+    """What a collective's own error says of another rank, else None.
+
+    `RankLostError` where it has died; where it has not come, `CollectiveTimeout`, with what torch
+    has recorded of this rank's collectives kept in the run's `folder`.
+    """
+    if not isinstance(error, RuntimeError) or isinstance(error, AsyncGrpoError):
         return None
-    lost = RankLostError("another trainer rank has died: its own error, or its end, is the cause")
-    lost.__cause__ = error
-    return lost
+    failure: AsyncGrpoError
+    if LOSS.search(str(error)):
+        failure = RankLostError(
+            "another trainer rank has died: its own error, or its end, is the cause"
+        )
+    elif LATE.search(str(error)):
+        failure = _late(Path(folder))
+    else:
+        return None
+    failure.__cause__ = error
+    return failure
+
+
+def _late(folder: Path) -> CollectiveTimeout:
+    """Name the collective that this rank has waited in, and keep torch's record of all of them."""
+    rank, now_ns = os.environ.get("RANK", "0"), time.time_ns()
+    if dist.is_initialized():
+        rank = str(dist.get_rank())
+    dump = _distributed_c10d._dump_fr_trace_json()  # type: ignore[attr-defined]  # in no stub
+    file = folder / f"{COLLECTIVES_FILE}{rank}.json"
+    kept = f"{file} has those before it"
+    try:
+        file.write_bytes(dump)
+    except OSError as refusal:
+        kept = f"those before it cannot be kept ({refusal})"
+    waited = waited_in(json.loads(dump).get("entries", []), now_ns=now_ns)
+    return CollectiveTimeout(
+        f"trainer rank {rank} waited in vain for another rank in {waited}; {kept}: find the rank "
+        "that is frozen or does something else, of which no such file tells that it waited"
+    )
+
+
+def waited_in(entries: list[dict[str, Any]], *, now_ns: int) -> str:
+    """In words, the newest collective of torch's flight recorder whose time is up.
+
+    `entries` are in the order in which they were recorded; gloo never records their ends, and calls
+    those that it makes of others by the others' names. Times in nanoseconds since 1970.
+
+    >>> entry = {"collective_seq_id": 6, "process_group": ["0", "default_pg"], "state": "scheduled",
+    ...          "profiling_name": "gloo:all_reduce", "input_sizes": [[8, 1024]],
+    ...          "input_dtypes": ["Float"], "timeout_ms": 3000, "time_created_ns": 0}
+    >>> waited_in([entry, entry | {"time_created_ns": 2_000_000_000}], now_ns=3_100_000_000)
+    'gloo:all_reduce of Float [8, 1024] (number 6 of default_pg, for 3.1 of 3 s)'
+    >>> waited_in([], now_ns=0)
+    'a collective that torch has not recorded'
+    """
+    open_ones = [each for each in entries if each["state"] != "completed"]
+    for each in reversed(open_ones):
+        waited_ms = (now_ns - each["time_created_ns"]) / 1e6
+        if waited_ms < 0.99 * each["timeout_ms"]:
+            continue
+        sizes = ", ".join(
+            f"{dtype} {size}"
+            for dtype, size in zip(each["input_dtypes"], each["input_sizes"], strict=False)
+        )
+        return (
+            f"{each['profiling_name']} of {sizes} (number {each['collective_seq_id']} of "
+            f"{each['process_group'][1]}, for {waited_ms / 1e3:.4g} of "
+            f"{each['timeout_ms'] / 1e3:g} s)"
+        )
+    return "a collective that torch has not recorded"
 
 
 class Absent:

@@ -95,6 +95,10 @@ class RankLostError(AsyncGrpoError, RuntimeError):
     """Another trainer rank has died in the middle of what all ranks do together."""
 
 
+class CollectiveTimeout(AsyncGrpoError, RuntimeError):
+    """Another trainer rank has not come to what all ranks do together."""
+
+
 class ExpressLost(AsyncGrpoError, RuntimeError):
     """A group of teacher and trainer ranks has lost a member; the remaining ranks form another."""
 

@@ -1,0 +1,86 @@
+"""What a collective's own error says of another rank."""
+
+import json
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+from async_grpo.run.watch import RunRecord, first_failure_recorded
+from async_grpo.training.ranks import Ranks, as_ranks_failure
+from async_grpo.util.errors import CollectiveTimeout, RankLostError
+
+TIMEOUT_S = 1.0
+PARTED = (
+    "[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1",
+    "NCCL error: remote process exited or there was a network error",
+)
+
+
+def one_rank_does_not_join(rank, *, run):
+    """Rank 1 stays away from the third of three sums; what rank 0's run died of."""
+    group = dist.new_group(timeout=timedelta(seconds=TIMEOUT_S))
+    for size in range(1, 3):
+        dist.all_reduce(torch.ones(size), group=group)
+    failure = Path(run, "first_failure.json")
+    if rank:
+        while not failure.exists():
+            time.sleep(0.02)
+        return None
+    ranks = Ranks(rank, 2, torch.device("cpu"), None)
+    with (
+        pytest.raises(CollectiveTimeout) as raised,
+        first_failure_recorded(RunRecord(run, rank=rank), ranks),
+    ):
+        dist.all_reduce(torch.ones(7, 512, dtype=torch.bfloat16), group=group)
+    return str(raised.value)
+
+
+@pytest.fixture(scope="module")
+def died(tmp_path_factory):
+    """(the run's folder, the error of the rank that waited)"""
+    folder, run = tmp_path_factory.mktemp("ranks"), tmp_path_factory.mktemp("run")
+    said, _ = run_ranks(one_rank_does_not_join, num_ranks=2, folder=folder, run=str(run))
+    return run, said
+
+
+def test_a_rank_that_waits_in_vain_names_itself_its_collective_and_the_size(died):
+    run, said = died
+    assert said.startswith(
+        "trainer rank 0 waited in vain for another rank in gloo:all_reduce of BFloat16 [7, 512] ("
+    )
+    assert "of 1 s)" in said and f"{run}/collectives_rank_0.json has those before it" in said
+    record = json.loads((run / "first_failure.json").read_text())
+    assert (record["sentence"], record["exception"]) == (said, "CollectiveTimeout")
+
+
+def test_torch_s_record_is_kept_in_the_run_s_folder_until_the_next_start(died):
+    run, _ = died
+    entries = json.loads((run / "collectives_rank_0.json").read_text())["entries"]
+    assert [entry["input_sizes"] for entry in entries][-3:] == [[[1]], [[2]], [[7, 512]]]
+    RunRecord(run, rank=0).forget()
+    assert not list(run.iterdir())
+
+
+def test_without_a_folder_to_keep_it_in_the_collective_s_time_out_is_told(tmp_path):
+    late = RuntimeError(
+        "[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 3000ms for recv"
+    )
+    failure = as_ranks_failure(late, tmp_path / "nowhere")
+    assert isinstance(failure, CollectiveTimeout) and failure.__cause__ is late
+    assert "those before it cannot be kept" in str(failure)
+
+
+@pytest.mark.parametrize("said", PARTED)
+def test_a_collective_whose_peer_has_gone_means_that_a_rank_has_died(said, tmp_path):
+    assert isinstance(as_ranks_failure(RuntimeError(said), tmp_path), RankLostError)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("error", [KeyError("x"), RuntimeError("out of memory"), RankLostError()])
+def test_an_error_of_nobody_else_stays_as_it_is(error, tmp_path):
+    assert as_ranks_failure(error, tmp_path) is None
