@@ -101,13 +101,13 @@ def test_a_trainer_can_be_ended_at_any_time_and_run_again_at_once(
 ):
     common = (ray_cluster, untied_model, questions)
     with train(*common, tmp_path / "a", batches=10_000, by=under_torchrun, ranks=2) as first:
-        first.wait_for("step 1 ", timeout_s=READY_S)
+        first.wait_for("INFO reward ", timeout_s=READY_S)
         with train(*common, tmp_path / "b", batches=1) as second:
             assert second.wait(timeout_s=READY_S) == 1
             assert second.err.splitlines()[-1].startswith("error: another trainer ")
             assert not (tmp_path / "b").exists()
-        num_steps = first.out.count("step ")
-        wait_until(lambda: first.out.count("step ") > num_steps, timeout_s=30)
+        num_steps = first.out.count("INFO reward ")
+        wait_until(lambda: first.out.count("INFO reward ") > num_steps, timeout_s=30)
         first.send(signal.SIGTERM)
         assert first.wait(timeout_s=60) != 0
         assert first.family() == set()
@@ -170,7 +170,7 @@ def test_workers_outlive_a_trainer_that_is_killed(
 ):
     common, kl = (ray_cluster, untied_model, questions), ("--kl-coefficient", 0.1)
     with train(*common, tmp_path / "a", *kl, batches=10_000) as killed:
-        killed.wait_for("step 1 ", timeout_s=READY_S)
+        killed.wait_for("INFO reward ", timeout_s=READY_S)
         killed.send(signal.SIGKILL)
         killed.wait(timeout_s=10)
     with start_logprob(ray_cluster, untied_model) as late:  # its weights are lost
