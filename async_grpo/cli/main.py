@@ -20,6 +20,7 @@ from click.shell_completion import get_completion_class
 from async_grpo.cli.boundary import command_boundary
 from async_grpo.cli.check import check
 from async_grpo.cli.control import main as control
+from async_grpo.cli.deep_check import trial
 from async_grpo.cli.launch_file import launch, run_here
 from async_grpo.cli.local_run import LocalRun, options_of_run, planned
 from async_grpo.cli.options import CONTEXT
@@ -202,7 +203,7 @@ HEADINGS = {
     "Use a model": (evaluate, generate, serve),
     "Learn": (example, completion),
 }
-for command in itertools.chain(*HEADINGS.values()):
+for command in itertools.chain(*HEADINGS.values(), (trial,)):
     main.add_command(command)
 
 if __name__ == "__main__":

@@ -215,6 +215,30 @@ def joined_ranks(config: TrainConfig, *, asks_ray: bool, timeout_s: float) -> It
         )
 
 
+@contextmanager
+def ranks_alone(config: TrainConfig, num_ranks: int) -> Iterator[Ranks]:
+    """The group of `num_ranks` ranks of this command, which need neither Ray nor workers.
+
+    The others start here, or with torchrun on several machines; errors leave the process.
+    """
+    if "RANK" not in os.environ and num_ranks > 1:
+        sys.exit(local_ranks.run_ranks(num_ranks))
+    prepare_for_devices(os.environ)
+    local_ranks.keep_to_loopback(os.environ)
+    logging.basicConfig(level="WARNING", format="%(levelname)s: %(message)s")
+    local_ranks.end_with_agent()
+    if not is_main_rank():
+        logging.disable(logging.WARNING)
+    timeout_s = deadlines.GROUP_SLACK_S
+    with (
+        local_ranks.ends_at_once(),
+        command_boundary(),
+        rank0_only_errors(),
+        joined_ranks(config, asks_ray=False, timeout_s=timeout_s) as ranks,
+    ):
+        yield ranks
+
+
 def _check_started(num_ranks: int) -> None:
     """Raise `ConfigError` where torchrun started another number of ranks than was typed."""
     num_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

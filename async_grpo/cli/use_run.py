@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -21,15 +20,14 @@ import click
 from async_grpo.cli.boundary import command_boundary
 from async_grpo.cli.options import CONTEXT, OptionsCommand
 from async_grpo.cli.run_file import config_option
-from async_grpo.cli.train import joined_ranks
-from async_grpo.devices.inventory import prepare_for_devices
+from async_grpo.cli.train import ranks_alone
 from async_grpo.launch import local_ranks
-from async_grpo.util import deadlines
 from async_grpo.util.errors import ConfigError, ReplayError
 from async_grpo.util.imports import without_collection
 
 if TYPE_CHECKING:
     from async_grpo.run.replaying import Recorded
+    from async_grpo.training.ranks import Ranks
     from async_grpo.viewing.curves import Run
     from async_grpo.viewing.page.build import Written
 
@@ -327,36 +325,25 @@ def replay(run: Path, batch: int | None) -> None:
         from async_grpo.run.replaying import read_record  # seconds, as all needing torch
 
     record = read_record(run, batch=batch)
-    if "RANK" not in os.environ and record.world_size > 1:
-        sys.exit(local_ranks.run_ranks(record.world_size))
-    prepare_for_devices(os.environ)
-    local_ranks.keep_to_loopback(os.environ)
-    logging.basicConfig(level="WARNING", format="%(levelname)s: %(message)s")
-    local_ranks.end_with_agent()
-    if not local_ranks.is_main_rank():
-        logging.disable(logging.WARNING)
-    with local_ranks.ends_at_once(), command_boundary(), local_ranks.rank0_only_errors():
-        _replay(record, record.batches.stop - 1 if batch is None else batch)
+    with ranks_alone(record.config, record.world_size) as ranks:
+        _replay(record, record.batches.stop - 1 if batch is None else batch, ranks)
 
 
-def _replay(record: Recorded, batch: int) -> None:
+def _replay(record: Recorded, batch: int, ranks: Ranks) -> None:
     from async_grpo.run import replaying
 
-    config, timeout_s = record.config, deadlines.GROUP_SLACK_S
-    with joined_ranks(config, asks_ray=False, timeout_s=timeout_s) as ranks:
-        replaying.check_ranks(record, ranks)
-        start = ranks.share(lambda: replaying.find_checkpoint(record, batch))
-        _say(
-            f"from {start.folder or config.places.model_name_or_path}, on {ranks.world_size} ranks"
-        )
-        for note in replaying.machine_notes(record, ranks):
-            _say(f"note: {note}: bits may differ for that")
-        difference = replaying.replay(record, batch, ranks, start=start, say=_say)
-        if difference is not None:
-            raise ReplayError(f"it differs first in {difference}")
-        first = f"batches {start.batches} to {batch}" if start.batches < batch else f"batch {batch}"
-        _say(f"equal: {first}, every loss, gradient and update, to the bit")
-        ranks.stop()
+    replaying.check_ranks(record, ranks)
+    start = ranks.share(lambda: replaying.find_checkpoint(record, batch))
+    model = record.config.places.model_name_or_path
+    _say(f"from {start.folder or model}, on {ranks.world_size} ranks")
+    for note in replaying.machine_notes(record, ranks):
+        _say(f"note: {note}: bits may differ for that")
+    difference = replaying.replay(record, batch, ranks, start=start, say=_say)
+    if difference is not None:
+        raise ReplayError(f"it differs first in {difference}")
+    first = f"batches {start.batches} to {batch}" if start.batches < batch else f"batch {batch}"
+    _say(f"equal: {first}, every loss, gradient and update, to the bit")
+    ranks.stop()
 
 
 def _say(sentence: str) -> None:

@@ -1,155 +1,185 @@
-"""The short runs of `async-grpo check --deep`: what they train, and what is said of each end."""
+"""`async-grpo check --deep`: each step passes on a sound run, and fails on a fault of its own."""
 
 import json
-import sys
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from click.testing import CliRunner
+from safetensors.torch import save_file
+from scripted import make_sample
 
-from async_grpo.check.data_read import DataRead
+from async_grpo.check import deep
 from async_grpo.check.facts import Facts
-from async_grpo.cli.check import Trials, check, deep_findings
-from async_grpo.cli.local_run import read_run
-from async_grpo.config.data_files import DataSource
-from async_grpo.model.model_folder import ModelFacts
-from async_grpo.types import Question
+from async_grpo.cli.check import check
+from async_grpo.cli.deep_check import Trials, deep_findings
+from async_grpo.types import Minibatch, TrainingPair, WeightsVersion
 
-MODEL = str(Path(__file__).parents[2] / "sample-data" / "tiny-countdown")
-RUN = """
-[[worker]]
-mode = "generation"
-model_path = "{model}"
-max_model_len = 256
-reward_fns = "majority"
+SAMPLE_DATA = Path(__file__).parents[2] / "sample-data"
+MODEL = SAMPLE_DATA / "tiny-countdown"
+VERSION = WeightsVersion(0, 0)
+PUZZLES = [(a, b, c) for a in range(1, 10) for b in range(1, 10) for c in (2, 7)]
+TRAIN = """
 [train]
+nproc_per_node = 2
 model_name_or_path = "{model}"
 data_path = "{folder}/data.jsonl"
 output_dir = "{folder}/run"
-batch_size = 4
-samples_per_question = 4
-max_generation_tokens = 64
+batch_size = 8
 max_tokens_per_gpu = 512
 learning_rate = 1e-4
 """
-# In the place of `async-grpo train`; `{name}` are what a test wants of the run of that name.
-TRAINER = """
-import json, pathlib, sys, tomllib
-options = tomllib.loads(pathlib.Path(sys.argv[sys.argv.index("--config") + 1]).read_text())["train"]
-folder = pathlib.Path(options["output_dir"])
-asked = json.loads(pathlib.Path("asked.json").read_text()).get(folder.name, {})
-with open("runs.jsonl", "a") as file:
-    pairs = pathlib.Path(options["data_path"]).read_text().splitlines()
-    file.write(json.dumps(options | {"name": folder.name, "pairs": len(pairs),
-               "tokens": len(json.loads(pairs[0])["completion_token_ids"])}) + "\\n")
-if "error" in asked:
-    sys.exit("error: " + asked["error"])
-(folder / "hf_format" / "samples_1").mkdir(parents=True)
-(folder / "hf_format" / "samples_1" / "model.safetensors").write_text(asked.get("weights", "same"))
-losses = asked.get("losses", [2.0] + [1.0] * (options["num_training_batches"] - 1))
-rows = [json.dumps({"loss": loss, "seconds": 0.5}) + "\\n" for loss in losses]
-(folder / "training_metrics.jsonl").write_text("".join(rows))
+WORKER = """
+[launch]
+num_cpus = 4
+[[worker]]
+model_path = "{model}"
+max_model_len = 128
+reward_fns = "{reward}"
+"""
+SAMPLING = "samples_per_question = 8\nmax_generation_tokens = 32\n"
+LUCK = """
+import zlib
+def luck(sample):
+    return float(zlib.crc32(sample["output"].encode() + sample["input"].encode()) % 2)
 """
 
 
-@pytest.fixture
-def deep(tmp_path, monkeypatch):
-    """The findings of a run of 2 ranks, with what the stand-in is asked to do."""
-    monkeypatch.chdir(tmp_path)
-    Path("trainer.py").write_text(TRAINER)
-    monkeypatch.setattr("async_grpo.cli.check.COMMAND", (sys.executable, "trainer.py"))
-    options = ["--model-name-or-path", "m", "--data-path", "d", "--max-tokens-per-gpu", "1000",
-               "--max-generation-tokens", "90", "--nproc-per-node", "2", "--learning-rate", "1e-6",
-               "--activation-checkpointing"]  # fmt: skip
-    run = read_run(config="", train_options=options, prepare="", num_cpus=0, ray_address="")
-    question = Question(np.asarray([5, 6, 7], np.int32), "x", None, {}, "")
-    read = DataRead(
-        purpose="train", source=DataSource("d", "train", ""), num_lines=1,
-        lengths=np.asarray([3, 10]), firsts={"": question},
-    )  # fmt: skip
-
-    def findings(max_positions=512, **asked):
-        model = ModelFacts("m", 128, max_positions, (1,), "hash")
-        Path("asked.json").write_text(json.dumps(asked))
-        return list(deep_findings(run, Facts(model=model, data=(read,))))
-
-    return findings
+def pairs(number=6, length=4):
+    return [
+        TrainingPair(
+            np.array([1, 2, 3 + n], np.int32), np.arange(9 + n, 9 + n + length, dtype=np.int32)
+        )
+        for n in range(number)
+    ]
 
 
-def test_the_largest_minibatch_then_one_batch_then_its_second_half(deep):
-    worst, batch, again = deep()
-    assert {worst.level, batch.level, again.level} == {"ok"}
-    assert worst.text == (
-        "10 sequences of 100 tokens on each rank went forward, backward and stepped in 0.5 s"
-    )
-    assert batch.text == "the loss of one batch went from 2 to 1 in 20 steps"
-    assert "batches 11 to 20 again from their checkpoint came to the same weights" in again.text
-    runs = [json.loads(line) for line in Path("runs.jsonl").read_text().splitlines()]
-    assert [(run["name"], run["pairs"], run["tokens"]) for run in runs] == [
-        ("worst", 20, 99), ("batch", 8, 3), ("again", 8, 3),
-    ]  # fmt: skip
-    assert {(run["nproc_per_node"], run["learning_rate"]) for run in runs} == {(2, 0.0001)}
-    assert {run["algorithm"] for run in runs} == {"sft"}
-    assert runs[2]["resume"].endswith("batch/checkpoints/batch_10")
-    assert not Path(runs[0]["output_dir"]).exists()
+def test_a_line_is_shown_as_loss_and_model_read_it():
+    sample = make_sample(VERSION, num_tokens=5)
+    problem, table = deep.line_shown(sample, str)
+    ids = sample.episode.rows[0].token_ids.tolist()
+    assert not problem and f"labels are '{ids}'"[:20] in table
+    assert table.splitlines()[1].split() == ["place", "id", "text", "label", "text", "mask"]
+    assert [line.split()[-1] for line in table.splitlines()[-2:]] == ["1", "0"]
 
 
-def test_no_sequence_is_longer_than_the_model(deep):
-    assert deep(max_positions=40)[0].text.startswith("25 sequences of 40 tokens on each rank went")
+def test_labels_that_are_not_the_next_id_are_a_problem(monkeypatch):
+    def shifted(*args, **options):
+        packed = collate(*args, **options)
+        return replace(packed, target_ids=packed.target_ids.roll(1))
+
+    collate = deep.collate
+    monkeypatch.setattr(deep, "collate", shifted)
+    sample = make_sample(VERSION, num_tokens=5)
+    token_ids = np.arange(2, 7, dtype=np.int32)
+    row = replace(sample.episode.rows[0], token_ids=token_ids)
+    sample = replace(sample, episode=replace(sample.episode, rows=(row,)))
+    assert "5 labels are not the next id" in deep.line_shown(sample, str)[0]
 
 
-@pytest.mark.parametrize(
-    ("asked", "said"),
-    [
-        ({"worst": {"error": "out of memory"}}, "out of memory"),
-        ({"batch": {"losses": [1.0] * 20}}, "nothing is learnt, look at --learning-rate"),
-        ({"batch": {"error": "the disk is full"}}, "one batch 20 times: the trainer failed"),
-        ({"again": {"error": "no checkpoint"}}, "resumed after batch 10: the trainer failed"),
-    ],
-)
-def test_the_first_that_fails_is_the_last_and_says_why(asked, said, deep):
-    *before, last = deep(**asked)
-    assert [finding.level for finding in before] == ["ok"] * len(before)
-    assert last.level == "error" and said in last.text
+def test_shuffled_labels_are_all_there_and_none_is_its_own():
+    own = pairs()
+    mixed = deep.shuffled(own)
+    texts = [[tuple(p.completion_token_ids.tolist()) for p in side] for side in (own, mixed)]
+    assert sorted(texts[0]) == sorted(texts[1])
+    assert all(a != b for a, b in zip(*texts, strict=True))
+    prompts = [[p.prompt_token_ids.tolist() for p in side] for side in (own, mixed)]
+    assert prompts[0] == prompts[1]
 
 
-def test_other_weights_after_a_resume_are_an_error(deep):
-    *_, again = deep(again={"weights": "others"})
-    assert again.level == "error" and "came to other weights" in again.text
+def test_dealt_advantages_are_the_same_ones():
+    samples = [replace(make_sample(VERSION, index=n), advantage=float(n)) for n in range(6)]
+    minibatches = [Minibatch(0, tuple(samples[:4])), Minibatch(1, tuple(samples[4:]))]
+    found = deep.dealt(minibatches, np.random.default_rng(1))
+    given = [s.advantage for m in found for s in m.samples]
+    assert sorted(given) == [0, 1, 2, 3, 4, 5] and given != sorted(given)
+    assert [s.index for m in found for s in m.samples] == [*range(6)]
+
+
+def checkpoint(folder, weight, moment=0.0):
+    folder.mkdir()
+    tensors = {"policy.w": torch.tensor([weight]), "optimizer.m": torch.tensor([moment])}
+    save_file(tensors, folder / "shard.safetensors")
+    return folder
+
+
+def test_the_distance_of_checkpoints_is_by_the_way_that_they_went(tmp_path):
+    start = checkpoint(tmp_path / "start", 0.0)
+    end = checkpoint(tmp_path / "end", 2.0)
+    assert deep.distance(end, checkpoint(tmp_path / "same", 2.0), start) == 0
+    assert deep.distance(end, checkpoint(tmp_path / "near", 1.5), start) == 0.25
+    assert 0 < deep.distance(end, checkpoint(tmp_path / "other_moments", 2.0, 1.0), start) < 1e-9
+    assert deep.distance(start, end, start) == float("inf")
+
+
+def test_without_a_model_it_waits():
+    [finding] = deep_findings(None, Facts())
+    assert finding.level == "waits"
+
+
+def write(folder, *, is_sft, own_labels=True, reward="countdown"):
+    lines = []
+    for a, b, c in PUZZLES:
+        line = {"input": f"use {a} {b} {c} to make {a + b - c}\n"}
+        other = PUZZLES[(PUZZLES.index((a, b, c)) + 61) % len(PUZZLES)]
+        x, y, z = (a, b, c) if own_labels else other
+        answer = {"completion": f"{x}+{y}-{z}={x + y - z}"} if is_sft else {
+            "answer": str(a + b - c), "numbers": [a, b, c]}  # fmt: skip
+        lines.append(json.dumps(line | answer) + "\n")
+    (folder / "data.jsonl").write_text("".join(lines))
+    (folder / "luck.py").write_text(LUCK)
+    text = TRAIN + ('algorithm = "sft"\n' if is_sft else SAMPLING)
+    text = text if is_sft else WORKER + text
+    (folder / "run.toml").write_text(text.format(model=MODEL, folder=folder, reward=reward))
+    return str(folder / "run.toml")
+
+
+def levels(output):
+    return re.findall(r"^(ok|error|warning|waits) +deep", output, re.MULTILINE)
 
 
 @pytest.mark.slow
 @pytest.mark.integration
-@pytest.mark.parametrize("fault", ["", "learning rate"])
-def test_a_real_run_trains_resumes_and_exits_1_where_the_resumed_half_differs(
-    fault, tmp_path, monkeypatch
-):
-    """The command itself, whose trainers are real; the fault is one that no run should have."""
-    train = Trials._train
+@pytest.mark.parametrize(
+    ("fault", "red", "said"),
+    [
+        ("", None, "the same weights, bit for bit"),
+        ("no rate", 2, "look at labels and --learning-rate"),
+        ("labels of others", 3, "are prompts and completions those of one line?"),
+        ("another rate", 4, "came to other weights"),
+    ],
+)
+def test_a_supervised_run_passes_and_each_fault_is_found(fault, red, said, tmp_path, monkeypatch):
+    given = Trials._with
 
-    def with_fault(trials, name, pairs, **options):
-        if fault and name == "again":
-            options["learning_rate"] = 2e-4
-        return train(trials, name, pairs, **options)
+    def with_fault(trials, name, **options):
+        if (fault == "no rate" and name.startswith("batch")) or (
+            fault == "another rate" and name == "again"
+        ):
+            options["learning_rate"] = 0.0 if fault == "no rate" else 2e-4
+        return given(trials, name, **options)
 
-    monkeypatch.setattr(Trials, "_train", with_fault)
-    numbers = [(2, 9, 8, 15), (1, 2, 3, 6), (5, 4, 3, 6), (9, 1, 1, 7)]
-    lines = [
-        {"input": f"use {a} {b} {c} to make {goal}\n", "answer": str(goal), "numbers": [a, b, c]}
-        for a, b, c, goal in numbers
-    ]
-    data, file = tmp_path / "data.jsonl", tmp_path / "run.toml"
-    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    file.write_text(RUN.format(model=MODEL, folder=tmp_path))
-    result = CliRunner().invoke(check, [str(file), "--deep"])
-    assert "went forward, backward and stepped" in result.output
-    assert "the loss of one batch went from" in result.output
-    end = "came to other weights" if fault else "came to the same weights, bit for bit"
-    assert f"batches 11 to 20 again from their checkpoint {end}" in result.output
-    assert result.exit_code == bool(fault), result.output
+    monkeypatch.setattr(Trials, "_with", with_fault)
+    file = write(tmp_path, is_sft=True, own_labels=fault != "labels of others")
+    result = CliRunner().invoke(check, [file, "--deep", "--trust"])
+    expected = ["ok"] * 5
+    if red is not None:
+        expected[red] = "error"
+    assert levels(result.output) == expected, result.output
+    assert said in result.output and result.exit_code == (red is not None)
 
 
-def test_without_a_model_it_waits(deep):
-    [finding] = deep_findings(None, Facts())
-    assert finding.level == "waits"
+@pytest.mark.slow
+@pytest.mark.integration
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("fault", ["", "reward by luck"])
+def test_a_run_that_samples_passes_and_a_reward_by_luck_is_found(fault, tmp_path):
+    reward = f"{tmp_path}/luck.py:luck" if fault else "countdown"
+    file = write(tmp_path, is_sft=False, reward=reward)
+    result = CliRunner().invoke(check, [file, "--deep", "--trust"])
+    expected = ["ok", "ok", "ok", "error" if fault else "ok", "ok", "ok"]
+    assert levels(result.output) == expected, result.output
+    assert result.exit_code == bool(fault)
