@@ -1,6 +1,7 @@
 """`async-grpo check --deep`: each step passes on a sound run, and fails on a fault of its own."""
 
 import json
+import random
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -121,13 +122,12 @@ def test_without_a_model_it_waits():
 
 
 def write(folder, *, is_sft, own_labels=True, reward="countdown"):
-    lines = []
-    for a, b, c in PUZZLES:
+    lines, others = [], random.Random(1).sample(PUZZLES, len(PUZZLES))
+    for (a, b, c), other in zip(PUZZLES, others, strict=True):
         line = {"input": f"use {a} {b} {c} to make {a + b - c}\n"}
-        other = PUZZLES[(PUZZLES.index((a, b, c)) + 61) % len(PUZZLES)]
         x, y, z = (a, b, c) if own_labels else other
         answer = {"completion": f"{x}+{y}-{z}={x + y - z}"} if is_sft else {
-            "answer": str(a + b - c), "numbers": [a, b, c]}  # fmt: skip
+            "answer": str(a + b - c), "nums": [a, b, c], "target": a + b - c}  # fmt: skip
         lines.append(json.dumps(line | answer) + "\n")
     (folder / "data.jsonl").write_text("".join(lines))
     (folder / "luck.py").write_text(LUCK)
@@ -146,10 +146,10 @@ def levels(output):
 @pytest.mark.parametrize(
     ("fault", "red", "said"),
     [
-        ("", None, "the same weights, bit for bit"),
-        ("no rate", 2, "look at labels and --learning-rate"),
-        ("labels of others", 3, "are prompts and completions those of one line?"),
-        ("another rate", 4, "came to other weights"),
+        ("", (), "the same weights, bit for bit"),
+        ("no rate", (2, 4), "look at labels and --learning-rate"),
+        ("labels of others", (3,), "are prompts and completions those of one line?"),
+        ("another rate", (4,), "came to other weights"),
     ],
 )
 def test_a_supervised_run_passes_and_each_fault_is_found(fault, red, said, tmp_path, monkeypatch):
@@ -165,11 +165,9 @@ def test_a_supervised_run_passes_and_each_fault_is_found(fault, red, said, tmp_p
     monkeypatch.setattr(Trials, "_with", with_fault)
     file = write(tmp_path, is_sft=True, own_labels=fault != "labels of others")
     result = CliRunner().invoke(check, [file, "--deep", "--trust"])
-    expected = ["ok"] * 5
-    if red is not None:
-        expected[red] = "error"
+    expected = ["error" if step in red else "ok" for step in range(5)]
     assert levels(result.output) == expected, result.output
-    assert said in result.output and result.exit_code == (red is not None)
+    assert said in result.output and result.exit_code == bool(red)
 
 
 @pytest.mark.slow
