@@ -44,7 +44,7 @@ class Commands(click.Group):
     """Shows its commands under headings, and the others at the end."""
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        left = list(self.list_commands(ctx))
+        left = [name for name in self.list_commands(ctx) if not self.commands[name].hidden]
         headings = {heading: [each.name for each in own] for heading, own in HEADINGS.items()}
         for heading, names in (headings | {"Others": left}).items():
             found = [name for name in names if name in left]
