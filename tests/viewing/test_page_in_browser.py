@@ -206,7 +206,9 @@ def test_held_out_answers_are_listed_and_have_a_curve_of_their_own(tmp_path):
     assert told.startswith("After step 2, held-out question 0, member 1")
 
     async def reopened(tab):
-        return await tab.run(f"return {FIND}('#sample h2').textContent")
+        head = f"{FIND}('#sample h2')"  # which the page shows once it has read the sample
+        await tab.run(f"while (!{head}) await new Promise((done) => setTimeout(done, 20))")
+        return await tab.run(f"return {head}.textContent")
 
     assert chromium.visit(f"{page}{address}", reopened) == told.partition("Formatted")[0]
     assert problems == []
