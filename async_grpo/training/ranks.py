@@ -236,7 +236,7 @@ def _store_of_this_attempt() -> dist.Store:
 
     A prefix for each attempt: torchrun's store still has the addresses from before a restart.
     """
-    serves = os.environ["RANK"] == "0" and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ
+    serves = os.environ["RANK"] == "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     store = dist.TCPStore(
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
