@@ -225,8 +225,7 @@ def run_rank(rank: int, case: Case, model: str, store: str, pipe: Connection) ->
         max_generation_tokens=case.num_tokens // 2 or 512,
         **dict(case.options),
     )
-    shard_ranks = config.memory.shard_ranks or 0
-    mesh = make_mesh("cpu", num_ranks=case.num_ranks, shard_ranks=shard_ranks)
+    mesh = make_mesh("cpu", num_ranks=case.num_ranks, shard_ranks=config.memory.shard_ranks or 0)
     ranks = Ranks(rank, case.num_ranks, torch.device("cpu"), mesh)
     with torch.device("meta"):  # imports the architecture
         shape = model_shape(

@@ -293,7 +293,7 @@ def by_length_limit(samples: Samples, policy: str) -> tuple[Samples, Samples]:
     """
     cut = [sample.episode.finish_reason == "length" for sample in samples]
     if policy == "zero_reward":
-        zero = partial(replace, reward=0.0, reason=LENGTH_LIMIT)
+        zero = partial(replace, status="unscorable", reward=0.0, reason=LENGTH_LIMIT)
         samples = tuple(
             replace(sample, verdict=zero(sample.verdict)) if is_cut else sample
             for sample, is_cut in zip(samples, cut, strict=True)

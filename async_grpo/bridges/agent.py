@@ -39,12 +39,13 @@ from async_grpo.environments.causes import HTTP_AWAY, Cause, ModelError
 from async_grpo.environments.chat.find import find_tokenizer
 from async_grpo.environments.episode import NoRoom
 from async_grpo.environments.find import agent_address
-from async_grpo.gateway.app import LOOPBACK, Server, in_background, make_app
+from async_grpo.gateway.app import Server, in_background, make_app
 from async_grpo.gateway.session import TOO_LONG, Limits, Session, Sessions, TurnRequest
 from async_grpo.gateway.wire import Refused
 from async_grpo.types import Episode, Question, Turn, Verdict
 from async_grpo.util.deadlines import AGENT_CONNECTED_S, AGENT_SAID_S
 from async_grpo.util.errors import ConfigError
+from async_grpo.util.ports import LOOPBACK, is_here
 
 ONE_PROCESS = Limits(requests=10_000)  # the number of episodes bounds them before
 REPLY_BYTES = 1 << 20
@@ -246,8 +247,9 @@ class RemoteAgent:
         if EVERY in gateway:
             self.gateway = gateway.replace(EVERY, address_towards(url))
         self._client = httpx2.AsyncClient(
-            timeout=httpx2.Timeout(None, connect=AGENT_CONNECTED_S), limits=httpx2.Limits()
-        )
+            timeout=httpx2.Timeout(None, connect=AGENT_CONNECTED_S), limits=httpx2.Limits(),
+            trust_env=not is_here(url),
+        )  # fmt: skip
 
     async def ask(self, question: Question, text: str, address: Address) -> Verdict:
         """The agent's verdict; raises `EpisodeFailed`, or the client's error for a lost server."""
@@ -290,7 +292,7 @@ class RemoteAgent:
         reward = reply["reward"]
         if not isinstance(reward, int | float) or not abs(reward) < sys.float_info.max:
             raise self.failed(f"must answer with a finite reward, got {reward!r}")
-        return Verdict("scored", float(reward), None, "agent", "", 0.0)
+        return Verdict.scored(reward, adapter="agent")
 
 
 def address_towards(url: str) -> str:

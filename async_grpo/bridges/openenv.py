@@ -21,7 +21,6 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
-from urllib.parse import urlsplit
 
 from async_grpo.environments.base import Environment, EpisodeFailed, FailureClass, Policy, Services
 from async_grpo.environments.causes import cause_of
@@ -31,6 +30,7 @@ from async_grpo.environments.tools.base import ToolMistake
 from async_grpo.environments.tools.toolbox import Toolbox
 from async_grpo.types import Episode, Question, Verdict
 from async_grpo.util.deadlines import OPENENV_ANSWER_S
+from async_grpo.util.ports import is_here
 
 Json = Mapping[str, Any]  # from the server
 MAX_BYTES = 16 << 20  # of one answer
@@ -209,7 +209,7 @@ async def opened(url: str, given: Mapping[str, object]) -> AsyncIterator[OpenEnv
 
     schema = await action_schema(url)
     address = f"ws{url.rstrip('/').removeprefix('http')}/ws"
-    proxy: Literal[True] | None = None if _is_here(url) else True
+    proxy: Literal[True] | None = None if is_here(url) else True
     while True:
         with _failure(url, "cannot be reached"):
             socket = await connect(
@@ -231,15 +231,9 @@ async def action_schema(url: str) -> Json:
     import httpx2
 
     with _failure(url, "has no schema of its actions"):
-        async with httpx2.AsyncClient(
-            timeout=OPENENV_ANSWER_S, trust_env=not _is_here(url)
-        ) as http:
+        async with httpx2.AsyncClient(timeout=OPENENV_ANSWER_S, trust_env=not is_here(url)) as http:
             answer = await http.get(f"{url.rstrip('/')}/schema")
             return cast(Json, answer.raise_for_status().json()["action"])
-
-
-def _is_here(url: str) -> bool:
-    return urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1")
 
 
 async def _acted(session: OpenEnvSession, toolbox: Toolbox, reply: Reply) -> list[Message]:

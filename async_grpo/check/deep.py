@@ -1,7 +1,7 @@
 """What `check --deep` trains and compares: by the run's own learner, collate, loss, step and audit.
 
-`trial` runs on every rank and returns plain numbers; `cli/check.py` starts the ranks, and says what
-passes:
+`trial` runs on every rank and returns plain numbers; `cli/deep_check.py` starts the ranks, and says
+what passes:
 
 worst       two steps of the largest minibatch that the token budget allows
 batch       one recorded batch again and again: are its answers told apart by their advantages
@@ -49,13 +49,13 @@ from async_grpo.types import (
 from async_grpo.util.errors import DataError
 
 NUM_REPEATS, NUM_PASSES, NUM_SHUFFLES = 20, 4, 4
-GRADED = Verdict("scored", 1.0, None, "check", "", 0.0)
+GRADED = Verdict.scored(1.0, adapter="check")
 NO_LABEL = -100
 SHOWN = 4  # tokens of an output that are printed, at its beginning and at its end
 COLUMNS = "{:>9} {:>7} {:<12} {:>7} {:<12} {}"
 HEADING = COLUMNS.format("place", "id", "text", "label", "text", "mask")
 Minibatches = Sequence[Minibatch]  # of one rank
-Numbers = dict[str, Any]  # for a file that `cli/check.py` reads
+Numbers = dict[str, Any]  # for a file that `cli/deep_check.py` reads
 
 
 def line_shown(sample: Sample, decode: Callable[[list[int]], str]) -> tuple[str, str]:

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
@@ -27,9 +26,6 @@ from async_grpo.config.worker_config import check_services
 from async_grpo.devices.inventory import usable_devices
 from async_grpo.util.errors import AsyncGrpoError
 from async_grpo.util.files import replacing
-
-if TYPE_CHECKING:
-    pass
 
 EXIT_WRONG = 1
 
@@ -57,7 +53,7 @@ def check(
     It reads the data and the model's folder, has the rewards grade the first line in processes of
     their own, and looks at this machine and the cluster. A line a finding: ok, waits (for what
     `prepare` makes), warning, or error. Exits with 1 after an error. With --deep it also trains,
-    for minutes: the largest minibatch, one batch until its loss falls, and a resume.
+    for minutes: the debugging protocol of docs/check.md, with the workers of FILE where it samples.
 
     \b
     e.g. examples/quickstart.toml --batch-size 64

@@ -17,11 +17,11 @@ from urllib.parse import urlsplit
 from async_grpo.environments.base import Environment, GradedTurn, SingleTurn
 from async_grpo.util.add_ons import add_on
 from async_grpo.util.errors import ConfigError
+from async_grpo.util.ports import LOOPBACK, is_here
 from async_grpo.util.user_code import UserCode, hash_imported, split_arguments, text_of
 
 SHIPPED = {"single_turn": SingleTurn}
 GRADED_BY = 3  # arguments that an asynchronous reward is given: question, episode, services
-LOOPBACK = "127.0.0.1"
 AGENT, VERIFIERS, OPENENV = "agent:", "verifiers:", "openenv:"
 # Prefixes of names that add-ons play, each with an example of the words that follow it.
 HOSTED = {
@@ -99,7 +99,7 @@ def agent_address(words: Sequence[str]) -> tuple[str, str] | None:
     if not host or len(more) not in (0, 2) or more[:1] not in ([], ["--listen"]):
         raise ValueError(f"after a URL may stand --listen and an address, got {' '.join(words)}")
     listens = more[1] if more else LOOPBACK
-    if listens == LOOPBACK and host not in ("localhost", "::1") and host[:4] != "127.":
+    if listens == LOOPBACK and not is_here(url):
         raise ValueError(
             f"an agent on {host} cannot reach gateways that listen on {LOOPBACK}: add `--listen "
             "0.0.0.0` (every interface) or the workers' own address behind the URL"

@@ -32,13 +32,13 @@ from async_grpo.gateway.wire import Asked, Refused
 from async_grpo.types import Turn
 from async_grpo.util.deadlines import GATEWAY_BODY_S, GATEWAY_ENDED_S, GATEWAY_HEAD_S
 from async_grpo.util.errors import AsyncGrpoError, ConfigError
+from async_grpo.util.ports import LOOPBACK
 from async_grpo.util.waiting import together
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 S = TypeVar("S", bound=wire.SamplingRequest)
 CLIENT_GONE = 499
-LOOPBACK = "127.0.0.1"
 
 
 def make_app(sessions: Sessions) -> ASGIApp:

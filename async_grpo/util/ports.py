@@ -1,15 +1,27 @@
-"""Finds a free port for a process that is about to start."""
+"""Addresses of this machine, and free ports for a process that is about to start."""
 
 from __future__ import annotations
 
 import contextlib
 import random
 import socket
+from urllib.parse import urlsplit
 
+LOOPBACK = "127.0.0.1"
 PORTS = 20_000, 32_000  # above those of Ray's workers, below those of connections
 
 
-def free_port(address: str = "127.0.0.1") -> int:
+def is_here(url: str) -> bool:
+    """Whether a URL names this machine by loopback, which no proxy reaches.
+
+    >>> [is_here(f"http://{host}:80/run") for host in ("localhost", "127.0.0.2", "[::1]", "agents")]
+    [True, True, True, False]
+    """
+    host = urlsplit(url).hostname or ""
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def free_port(address: str = LOOPBACK) -> int:
     """A port that is free now at an address of this machine.
 
     It is outside the range of outgoing connections, one of which could otherwise take it before the

@@ -52,6 +52,18 @@ def test_what_the_gateway_recorded_is_trained_with_the_agent_s_reward():
     assert len({each["base_url"] for each in sent}) == 2  # a session each
 
 
+def test_no_proxy_stands_before_an_agent_on_this_machine(monkeypatch):
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")  # where nobody listens
+    monkeypatch.setenv("NO_PROXY", "elsewhere")
+
+    def act(asked):
+        monkeypatch.delenv("HTTP_PROXY")  # the agent's own client
+        return {"reward": len(chat(asked))}
+
+    [verdict] = played(act, said("four")).verdicts
+    assert (verdict.status, verdict.reward) == ("scored", 4.0)
+
+
 TRACE = "what trains is what the gateway recorded, no trace of another engine"
 
 
