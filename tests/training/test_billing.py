@@ -49,7 +49,7 @@ def test_checkpointing_follows_the_bill_unless_it_is_given(
 
 
 def test_the_bill_is_logged_and_what_does_not_fit_has_a_remedy(sharded, monkeypatch, caplog):
-    caplog.set_level("DEBUG")
+    caplog.set_level("DEBUG", "async_grpo")
     shard_with(1 << 20, monkeypatch, offload="parameters")
     assert sharded["offload"] is True
     assert "of 0.0 GiB that are free; activation checkpointing" in caplog.text
@@ -65,7 +65,7 @@ def test_the_bill_is_logged_and_what_does_not_fit_has_a_remedy(sharded, monkeypa
 def test_where_each_rank_holds_the_model_more_of_them_are_no_remedy(
     strategy, moments, sharded, monkeypatch, caplog
 ):
-    caplog.set_level("DEBUG")
+    caplog.set_level("DEBUG", "async_grpo")
     shard_with(1 << 20, monkeypatch, share=1, fsdp_sharding_strategy=strategy)
     for held in ("master weights: 4 P / 1 ranks", "gradients: 4 P / 1", f"moments: {moments}"):
         assert held in caplog.text
