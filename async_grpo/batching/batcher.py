@@ -276,7 +276,8 @@ class ExperienceBatcher:
             reasons=ended.reasons,
             tokens={fate: ended.tokens[fate] for fate in FATES} | ended.token_reasons,
             sums=sums,
-            clock=self._pipeline.take_clock() | {"unwritten_samples": self.log.num_lost},
+            clock=self._pipeline.take_clock()
+            | {"unwritten_samples": self.log.num_lost, "refused_lines": self._plan.take_refused()},
             notices=self.log.take_notices(),
             evaluations=self._evaluations.take(),
             resume=self._resume_point(),

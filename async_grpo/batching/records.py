@@ -72,7 +72,7 @@ class BatcherPlan:
     """The run as the batcher sees it."""
 
     config: TrainConfig
-    questions: Sequence[Question]  # a `data.table.QuestionTable`: read by index
+    questions: Sequence[Question]  # of `data.table` or `data.shards`: read by index
     held_out: Sequence[Question]  # the unnamed evaluation set; may be empty
     order: Callable[[int], int]  # ordinal -> index of its question
     replacement: ReplacementOf  # called with dynamic sampling only
@@ -93,6 +93,7 @@ class BatcherPlan:
     pairs_of: Callable[[int], tuple[int, ...]] = no_pairs
     vocab_size: int = sys.maxsize  # of the model
     object_store_bytes: int = 0  # of the cluster
+    take_refused: Callable[[], int] = int  # lines that were left out since the last call
     epoch: int = 0  # of the run: the controller sets it when the run begins
     settings: Mapping[str, object] = field(default_factory=dict)  # options set since the start
     pending: tuple[Control, ...] = ()  # requests that wait for the end of a batch

@@ -57,6 +57,7 @@ CALLED = {
     "num_training_batches": "max_steps num_train_epochs total_epochs total_training_steps",
     "train_minibatch_size": "steps_per_generation ppo_mini_batch_size",
     "max_generation_tokens": "max_completion_length max_response_length",
+    "max_prompt_tokens": "max_prompt_length filter_overlong_prompts",
     "aggregation": "loss_type loss_agg_mode",
     "advantage": "scale_rewards adv_estimator norm_adv_by_std_in_grpo",
     "ratio_level": "importance_sampling_level loss_mode", "clip_low": "epsilon clip_ratio_low",

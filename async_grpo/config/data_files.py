@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from async_grpo.config.option import (
+    AT_LEAST_1,
     QUOTED,
     Change,
     Options,
@@ -39,12 +40,13 @@ BETWEEN_FILES, BETWEEN_PARTS, BETWEEN_REWARDS = ";", ",", "+"
 
 @dataclass(frozen=True, slots=True)
 class DataSource:
-    """A JSONL file, or anything that `datasets.load_dataset` reads."""
+    """A JSONL file, a pattern of files, or anything that `datasets.load_dataset` reads."""
 
     path: str
     split: str = "train"
     config: str = ""  # empty: its only one
     columns: Mapping[str, str] = field(default_factory=dict)  # type by column, of COLUMN_TYPES
+    window: int = 0  # lines that are read at a time, of files that keep them; 0: all, into memory
 
 
 def parse_columns(text: str, *, option_name: str = "columns") -> dict[str, str]:
@@ -206,7 +208,8 @@ class DataOptions(Options):
     """The options of the question files, and of the environments that play them."""
 
     data_path: str = option("", change=Change.PLACE, group="The run and its data")
-    """JSONL file, or anything datasets.load_dataset reads; several: --data"""
+    """JSONL file, a pattern of files such as "part-*.jsonl", or anything datasets.load_dataset
+    reads; several kinds: --data"""
     data: tuple[DataFile, ...] = option((), several=DATA_FILES, change=Change.FIXED)
     """TYPE=PATH,key=value,...: a data file in the place of --data-path, whose questions are of that
     dataset_type; give it once for each type. Keys: weight of its share of every batch (1),
@@ -223,6 +226,15 @@ class DataOptions(Options):
     all else is text"""
     infinite_sampler_seed: int = option(37, must="", change=Change.FIXED)
     """seed of the endless permutation of the questions"""
+    data_order: str = option("index", choices=("index", "window"), change=Change.FIXED)
+    """index: lines are read into memory, checked, and shuffled as a whole; window: they stay in
+    their JSONL or Parquet files, which may be larger than memory, and are checked when they come:
+    windows of lines in random order, each shuffled"""
+    data_window: int = option(16384, must=AT_LEAST_1, change=Change.FIXED)
+    """lines of a window of --data-order window: the more, the better shuffled"""
+    max_prompt_tokens: int = option(0)
+    """longest prompt of a question, in tokens; 0: what --max-tokens-per-gpu and the model leave
+    beside an answer. With --data-order window workers must serve it"""
     environment: str = option("single_turn", change=Change.FIXED)
     """how questions are played: single_turn, or on workers of --mode environment: your own class,
     or an asynchronous reward of one turn, package.module:Name, path/to/file.py:Name,
@@ -249,7 +261,12 @@ class DataOptions(Options):
         """The training files: one for each type, or one whose lines may name their type."""
         types = parse_columns(self.columns)
         source = DataSource(self.data_path, self.data_split, self.data_config, types)
-        return self.data or (DataFile(source=source),)
+        files = self.data or (DataFile(source=source),)
+        if self.data_order == "index":
+            return files
+        return tuple(
+            replace(file, source=replace(file.source, window=self.data_window)) for file in files
+        )
 
     @property
     def data_paths(self) -> str:

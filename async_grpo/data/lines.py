@@ -1,7 +1,8 @@
 """From a data source to checked records: reading, locating and reporting every line.
 
-A source is a JSONL, JSON or CSV file, or anything that `datasets.load_dataset` reads. All lines are
-checked before a run starts; the first few malformed ones are reported together.
+A source is a JSONL, JSON or CSV file, a pattern of such files, or anything that
+`datasets.load_dataset` reads. All lines are checked before a run starts (except where they stay in
+their files, see shards.py); the first few malformed ones are reported together.
 
 Values of a CSV file stay text: "007" is no number, a blank is not null. A source names the columns
 of other types.
@@ -12,10 +13,13 @@ from __future__ import annotations
 import csv
 import json
 import math
+import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import islice, takewhile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from glob import glob, has_magic
+from itertools import chain, islice, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -26,12 +30,16 @@ if TYPE_CHECKING:
     from datasets import DatasetBuilder
 
 MAX_REPORTED_ERRORS = 5
+NUM_ROWS = 1024  # of a Parquet file that are decoded together
 JSON_SUFFIXES = (".jsonl", ".json")
 DATASETS_FORMATS = {".parquet": "parquet", ".arrow": "arrow", ".txt": "text"}
 WHOLE_CSV = "name each column once, and put quotes around texts with commas or line breaks"
+SHARDS = (*JSON_SUFFIXES, ".parquet")  # what can stay in its file
 FORMATS = (*JSON_SUFFIXES, ".csv", *DATASETS_FORMATS)
 SAVED_NAMES = ("state.json", "dataset_dict.json")  # in a folder of save_to_disk
 HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
+
+NO_TYPES: Mapping[str, str] = {}
 
 Record = TypeVar("Record")
 Build = Callable[[Mapping[str, object]], Record]
@@ -54,8 +62,8 @@ def load_records(
     `build` may raise `MalformedLine`. Raises `DataError` naming the first few malformed lines, or
     when the source is missing, unreadable or empty.
     """
-    lines, types = takewhile(lambda _: goes_on(), _read_lines(source)), source.columns
-    return _build_all(lines, path=source.path, build=lambda row: build(_converted(row, types)))
+    lines = takewhile(lambda _: goes_on(), _read_lines(source))
+    return build_all(lines, path=source.path, build=build, types=source.columns)
 
 
 def check_source(path: str, *, option: str, build: Build[object]) -> None:
@@ -64,8 +72,9 @@ def check_source(path: str, *, option: str, build: Build[object]) -> None:
     The first line of a JSON source is read as well, and given to `build`.
     """
     _require_source(path, option=option)
+    path = next(iter(matches(path)), path)
     if _is_json(Path(path)):
-        list(_build_all(islice(_read_json(path), 1), path=path, build=build))
+        list(build_all(islice(_read_json(path), 1), path=path, build=build))
 
 
 def describe(value: object) -> str:
@@ -74,12 +83,23 @@ def describe(value: object) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _build_all(lines: Iterator[Line], *, path: str, build: Build[Record]) -> Iterator[Record]:
+def record_of(value: object, build: Build[Record], types: Mapping[str, str]) -> Record:
+    """`build` of one line, with the values of the columns in `types` converted to these types.
+
+    Raises `MalformedLine`.
+    """
+    return build(_converted(_as_row(value), types))
+
+
+def build_all(
+    lines: Iterable[Line], *, path: str, build: Build[Record], types: Mapping[str, str] = NO_TYPES
+) -> Iterator[Record]:
+    """`record_of` each line; raises `DataError` that names the first few malformed, or for none."""
     places: dict[str, list[str]] = {}  # what is wrong -> where
     num_records = num_errors = 0
     for place, value in lines:
         try:
-            yield build(_as_row(value))
+            yield record_of(value, build, types)
             num_records += 1
         except MalformedLine as error:
             places.setdefault(str(error), []).append(place)
@@ -158,7 +178,7 @@ CONVERSIONS: Mapping[str, Callable[[str], object]] = {
 
 def _require_source(path: str, *, option: str) -> None:
     source = Path(path)
-    if not source.exists() and not may_be_hub_name(path):
+    if not source.exists() and not matches(path) and not may_be_hub_name(path):
         raise DataError(f"{option} must be an existing file or folder, got {path!r}: check it")
     if source.is_file() and source.suffix not in FORMATS:
         formats = ", ".join(FORMATS)
@@ -166,8 +186,37 @@ def _require_source(path: str, *, option: str) -> None:
 
 
 def _read_lines(source: DataSource) -> Iterator[Line]:
+    found = shard_paths(source) if source.window else matches(source.path) or [source.path]
+    return chain.from_iterable(_lines_of_file(replace(source, path=path)) for path in found)
+
+
+def matches(path: str) -> list[str]:
+    """The files that a pattern with *, ? or [] matches, by name; none for the path of a file."""
+    return [] if os.path.exists(path) or not has_magic(path) else sorted(glob(path, recursive=True))
+
+
+def shard_paths(source: DataSource) -> list[str]:
+    """Absolute paths of the JSONL and Parquet files of a source that stays in them, by name.
+
+    A source is a file, a pattern, or a folder, which `datasets` divides into splits. Raises
+    `DataError` for what is no such file.
+    """
+    path = source.path
+    _require_source(path, option="data path")
+    found = [path] if os.path.isfile(path) else matches(path) or _files_of_split(source)
+    if wrong := [each for each in found if not each.endswith(SHARDS) or not os.path.isfile(each)]:
+        raise DataError(
+            f"--data-order window reads files that end in one of {', '.join(SHARDS)} on this "
+            f"machine, got {wrong[0]!r}: convert it, or leave out --data-order"
+        )
+    return sorted(map(os.path.abspath, found))
+
+
+def _lines_of_file(source: DataSource) -> Iterator[Line]:
     _require_source(source.path, option="data path")
     place = Path(source.path)
+    if source.window and place.suffix == ".parquet":
+        return read_parquet(source.path)
     saved = any((place / name).is_file() for name in SAVED_NAMES)
     if source.config and (place.is_file() or saved):
         raise DataError(
@@ -230,6 +279,46 @@ def _read_csv(path: str) -> Iterator[Line]:
         raise DataError(f"{path} must be CSV in UTF-8: {error}: {WHOLE_CSV}") from None
 
 
+def read_parquet(path: str, *, first: int = 0) -> Iterator[Line]:
+    """The rows of a Parquet file from row `first` on, which counts from 0; few are in memory."""
+    from pyarrow.parquet import ParquetFile  # slow, and most data is JSONL
+
+    number = 0  # rows before the next
+    with ParquetFile(path) as file:
+        for group in range(file.num_row_groups):
+            size = file.metadata.row_group(group).num_rows
+            if number + size <= first:
+                number += size
+                continue
+            for batch in file.iter_batches(NUM_ROWS, [group]):
+                skipped = min(max(first - number, 0), len(batch))
+                rows = enumerate(batch.slice(skipped).to_pylist(), start=number + skipped + 1)
+                yield from ((f"{path} row {n}", row) for n, row in rows)
+                number += len(batch)
+
+
+def _files_of_split(source: DataSource) -> list[str]:
+    """The files of which `datasets` would make the split of a folder, without reading them."""
+    import datasets
+
+    path, split = source.path, source.split
+    try:
+        files = datasets.load_dataset_builder(path, source.config or None).config.data_files
+        if files is None:
+            raise ValueError("it has no files of its own")
+        return list(files[split])
+    except (datasets.exceptions.DatasetsError, OSError, ValueError, KeyError) as error:
+        raise _unread(source, error) from error
+
+
+def _unread(source: DataSource, error: Exception) -> DataError:
+    cause = str(error.__cause__ or error).strip().partition("\n")[0]
+    return DataError(
+        f"datasets.load_dataset cannot read split {source.split!r} of {source.path!r} ({cause}): "
+        "check the path, --data-config and --data-split"
+    )
+
+
 def _read_dataset(source: DataSource) -> Iterator[Line]:
     import datasets  # slow, and most data is JSONL
 
@@ -246,11 +335,7 @@ def _read_dataset(source: DataSource) -> Iterator[Line]:
             options = _as_text(datasets.load_dataset_builder(path, source.config or None))
             table = datasets.load_dataset(path, source.config or None, split=split, **options)
     except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
-        cause = str(error.__cause__ or error).strip().partition("\n")[0]
-        raise DataError(
-            f"datasets.load_dataset cannot read split {split!r} of {path!r} ({cause}): "
-            "check the path, --data-config and --data-split"
-        ) from error
+        raise _unread(source, error) from error
     for number, row in enumerate(table, start=1):
         yield f"{path} row {number}", row
 

@@ -1,9 +1,9 @@
 """The order of training: which question or which given pairs each slot of a batch has.
 
 Questions of one type come in an endless seeded permutation with random access by ordinal. It
-depends on the seed and the number of questions alone, not on ranks, workers or earlier reads, so a
-resumed run continues it from an ordinal. All randomness is hashed or counter-based and the same on
-every machine and numpy version.
+depends on the seed and the number of questions alone (in the order `window` also on how many lines
+each window has), not on ranks, workers or earlier reads, so a resumed run continues it from an
+ordinal. All randomness is hashed or counter-based and the same on every machine and numpy version.
 
 Slot o asks a question where floor((o + 1) λ) > floor(o λ), with λ the share of sampled slots (a
 Beatty sequence); the others have given pairs. No sequence is more even: any n consecutive slots
@@ -39,21 +39,71 @@ class QuestionStream:
     def index(self, ordinal: int) -> int:
         """Index of the question at `ordinal`."""
         epoch, position = divmod(ordinal, self.num_questions)
-        return int(_permutation(self.num_questions, self.seed, epoch, self.purpose)[position])
+        return int(_permutation(self.num_questions, self.purpose, self.seed, epoch)[position])
 
-    def replacement(self, slot: int, *, attempt: int) -> int:
-        """Index of the question at the `attempt`-th replacement (from 1) of ordinal `slot`.
+    def replacement(self, slot: int, *, attempt: int, ordinal: int = 0) -> int:
+        """Index of the question at the `attempt`-th replacement (from 1) of a slot of the run.
 
-        Replacements are a stream of their own: replacing a question moves no other.
+        Replacements are a stream of their own: replacing a question moves no other. `ordinal` is
+        that of the slot's question in this stream.
         """
         return _hash("replacement", self.seed, slot, attempt) % self.num_questions
 
 
 @functools.lru_cache(maxsize=32)  # a batch may straddle two epochs of each type, and of pairs
-def _permutation(num_questions: int, seed: int, epoch: int, purpose: str) -> NDArray[np.int64]:
+def _permutation(number: int, purpose: str, *seeds: int) -> NDArray[np.int64]:
     # Raw words are sorted, because numpy guarantees stable numbers for bit generators alone.
-    words = np.random.Philox(key=_hash(purpose, seed, epoch)).random_raw(num_questions)
+    words = np.random.Philox(key=_hash(purpose, *seeds)).random_raw(number)
     return np.argsort(words, kind="stable")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WindowStream:
+    """As `QuestionStream`, over windows of consecutive lines: few of them are read at a time.
+
+    In each epoch the windows come in a seeded order, and the lines of each in a seeded order of
+    their own.
+    """
+
+    sizes: tuple[int, ...]  # lines of each window, in the order of their indices
+    _: KW_ONLY
+    seed: int
+
+    @property
+    def num_questions(self) -> int:
+        """Lines of all windows."""
+        return int(_bounds(self)[-1])
+
+    def index(self, ordinal: int) -> int:
+        """Index of the line at `ordinal`."""
+        epoch, position = divmod(ordinal, self.num_questions)
+        order, begins = _order_of_windows(self, epoch)
+        turn = int(np.searchsorted(begins, position, side="right")) - 1
+        window = int(order[turn])
+        own = _permutation(self.sizes[window], "window", self.seed, epoch, window)
+        return int(_bounds(self)[window] + own[position - begins[turn]])
+
+    def replacement(self, slot: int, *, attempt: int, ordinal: int) -> int:
+        """As `QuestionStream.replacement`, out of the window that holds the line at `ordinal`."""
+        bounds = _bounds(self)
+        window = int(np.searchsorted(bounds, self.index(ordinal), side="right")) - 1
+        drawn = _hash("replacement", self.seed, slot, attempt) % self.sizes[window]
+        return int(bounds[window]) + drawn
+
+
+@functools.lru_cache(maxsize=32)
+def _bounds(stream: WindowStream) -> NDArray[np.int64]:
+    """[W + 1] index of the first line of each window, and of the end."""
+    return np.cumsum((0, *stream.sizes))
+
+
+@functools.lru_cache(maxsize=32)
+def _order_of_windows(
+    stream: WindowStream, epoch: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """([W] the windows of an epoch in order, [W] positions at which they begin)."""
+    order = _permutation(len(stream.sizes), "windows", stream.seed, epoch)
+    return order, np.cumsum((0, *(stream.sizes[window] for window in order[:-1])))
 
 
 def sampling_seed(run_seed: int, *, ordinal: int, attempt: int) -> int:
@@ -74,13 +124,18 @@ class MixedOrder:
     """Questions and given pairs by slot, each with epochs of their own that skip no line."""
 
     sampled_share: float  # λ in [0, 1], as the user wrote it: 0.1 is a tenth
-    questions: QuestionStream | TypedQuestions
+    questions: QuestionStream | WindowStream | TypedQuestions
     pairs: QuestionStream
     samples_per_slot: int
 
     def question(self, ordinal: int) -> int:
         """Index of the question that the sampled slot `ordinal` asks."""
         return self.questions.index(_num_sampled(ordinal, self.sampled_share))
+
+    def replacement(self, slot: int, *, attempt: int) -> int:
+        """Index of the question at the `attempt`-th replacement (from 1) of a sampled slot."""
+        number = _num_sampled(slot, self.sampled_share)
+        return self.questions.replacement(slot, attempt=attempt, ordinal=number)
 
     def pairs_of(self, ordinal: int) -> tuple[int, ...]:
         """Indices of a slot's given pairs, one for each sample; empty where it asks a question.
@@ -108,7 +163,7 @@ class TypedQuestions:
 
     def __init__(
         self,
-        streams: Sequence[QuestionStream],
+        streams: Sequence[QuestionStream | WindowStream],
         *,
         weights: Sequence[float],
         batch_size: int,
@@ -129,10 +184,11 @@ class TypedQuestions:
         kind, rank = self._place(number)
         return self._first_of(kind) + self._streams[kind].index(rank)
 
-    def replacement(self, slot: int, *, attempt: int) -> int:
+    def replacement(self, slot: int, *, attempt: int, ordinal: int) -> int:
         """Index of another question of the same type: see `QuestionStream.replacement`."""
-        kind, _ = self._place(_num_sampled(slot, self._share))
-        return self._first_of(kind) + self._streams[kind].replacement(slot, attempt=attempt)
+        kind, rank = self._place(ordinal)
+        stream = self._streams[kind]
+        return self._first_of(kind) + stream.replacement(slot, attempt=attempt, ordinal=rank)
 
     def _first_of(self, kind: int) -> int:
         return sum(stream.num_questions for stream in self._streams[:kind])

@@ -156,7 +156,10 @@ class LineReader:
         """
         columns = Columns(row, mapping=self.mapping)
         ids = self._prompt(columns)
-        limit = "--max-tokens-per-gpu or the model's own limit, less --max-generation-tokens"
+        limit = (
+            "--max-prompt-tokens, or --max-tokens-per-gpu or the model's own limit, less "
+            "--max-generation-tokens"
+        )
         self._check_length(columns, len(ids), "prompt", limit)
         text = self._text_of(columns, ids)
         kind = self._type(columns)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice
@@ -15,16 +16,21 @@ from async_grpo.config.option import flag
 from async_grpo.config.teaching import EVERY_TYPE
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.data.lines import Build, load_records
+from async_grpo.data.order import QuestionStream, TypedQuestions, WindowStream
 from async_grpo.data.questions import LineReader, parse_column_mapping
+from async_grpo.data.shards import StreamedRecords
 from async_grpo.data.table import GivenTable, PairTable, QuestionTable
 from async_grpo.model.model_folder import ModelFacts
-from async_grpo.types import GivenPair, Question
+from async_grpo.types import GivenPair, Question, TrainingPair
 from async_grpo.util.errors import ConfigError, DataError
 
 logger = logging.getLogger(__name__)
 TYPE = "dataset_type"
 MAX_SHOWN = 5
 Purpose = Literal["train", "held out", "given"]
+Questions = QuestionTable | StreamedRecords[Question]
+Pairs = PairTable | StreamedRecords[TrainingPair]
+Order = QuestionStream | WindowStream | TypedQuestions
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +57,17 @@ def parts_of(config: TrainConfig, facts: ModelFacts) -> tuple[Part, ...]:
     return tuple(_question_parts(config, facts))
 
 
-def load_data(config: TrainConfig, facts: ModelFacts) -> tuple[QuestionTable, QuestionTable]:
-    """The questions to train on, and the unnamed set of held-out ones, all of them checked."""
+def load_data(config: TrainConfig, facts: ModelFacts) -> tuple[Questions, QuestionTable]:
+    """The questions to train on, and the unnamed set of held-out ones.
+
+    All are checked, except for those that stay in their files.
+    """
     parts = parts_of(config, facts)
-    return QuestionTable.of(_records(parts, "train")), QuestionTable.of(_records(parts, "held out"))
+    held_out = QuestionTable.of(_records(parts, "held out"))
+    if streamed := _streamed(parts):
+        sources = [(part.source, part.build) for part in streamed]
+        return StreamedRecords(sources, longest_prompt=_room(config, facts)), held_out
+    return QuestionTable.of(_records(parts, "train")), held_out
 
 
 def load_sets(config: TrainConfig, facts: ModelFacts) -> Mapping[str, QuestionTable]:
@@ -68,10 +81,37 @@ def load_given(config: TrainConfig, facts: ModelFacts) -> GivenTable:
     return GivenTable.of(_records(parts_of(config, facts), "given"))
 
 
-def load_pairs(config: TrainConfig, facts: ModelFacts) -> tuple[PairTable, PairTable]:
-    """The pairs that a supervised run trains on, and those held out, all of them checked."""
+def load_pairs(config: TrainConfig, facts: ModelFacts) -> tuple[Pairs, PairTable]:
+    """The pairs that a supervised run trains on, and those held out, checked as by `load_data`."""
     parts = parts_of(config, facts)
-    return PairTable.of(_records(parts, "train")), PairTable.of(_records(parts, "held out"))
+    held_out = PairTable.of(_records(parts, "held out"))
+    if streamed := _streamed(parts):
+        return StreamedRecords([(part.source, part.build) for part in streamed]), held_out
+    return PairTable.of(_records(parts, "train")), held_out
+
+
+def order_of(
+    config: TrainConfig, records: Questions | Pairs
+) -> QuestionStream | WindowStream | TypedQuestions:
+    """The order in which lines are trained, of which `records` has them file by file."""
+    seed, files = config.data.infinite_sampler_seed, config.data.data_files
+    streams: list[QuestionStream | WindowStream]
+    if isinstance(records, StreamedRecords):
+        streams = [WindowStream(records.sizes(n), seed=seed + n) for n in range(len(files))]
+    elif len(files) == 1:
+        streams = [QuestionStream(len(records), seed=seed)]
+    else:
+        assert isinstance(records, QuestionTable), "pairs have one file"
+        sizes = Counter(question.dataset_type for question in records)
+        streams = [QuestionStream(sizes[file.type], seed=seed + n) for n, file in enumerate(files)]
+    if len(files) == 1:
+        return streams[0]
+    return TypedQuestions(
+        streams,
+        weights=[file.weight for file in files],
+        batch_size=config.batching.batch_size,
+        sampled_share=config.teaching.gkd_lambda,
+    )
 
 
 def warn_of_few(config: TrainConfig, num_records: int) -> None:
@@ -94,6 +134,8 @@ def few_lines(config: TrainConfig, num_records: int) -> str:
 
 def first_of_each_file(config: TrainConfig, questions: Sequence[Question]) -> list[Question]:
     """The first question of each data file: the rewards are tried on them."""
+    if isinstance(questions, StreamedRecords):
+        return list(questions.firsts())
     if not config.data.data:
         return [questions[0]]
     first: dict[str, Question] = {}
@@ -106,8 +148,16 @@ def check_types(
     config: TrainConfig, questions: Sequence[Question], pairs: Sequence[GivenPair]
 ) -> None:
     """Raise `DataError` for lines without a teacher, and for teachers without a line."""
-    if config.teacher_routes.keys() - {EVERY_TYPE}:
-        of_data = {question.dataset_type for question in questions}
+    if named := config.teacher_routes.keys() - {EVERY_TYPE}:
+        is_streamed = isinstance(questions, StreamedRecords)
+        if is_streamed and not config.data.types:
+            raise ConfigError(
+                "--data-order window must have a file for each type, to know its teacher, got "
+                f"{flag('teacher_for')} {min(named)}=... with one file of all: give --data for each"
+            )
+        # Of those that stay in their files, each file has one type.
+        kinds = config.data.types if is_streamed else (each.dataset_type for each in questions)
+        of_data = set(kinds)
         check_routes(config, of_data, {pair.question.dataset_type for pair in pairs})
 
 
@@ -145,19 +195,18 @@ def line_reader(config: TrainConfig, facts: ModelFacts, *, max_tokens: int) -> L
     )
 
 
+def _streamed(parts: Sequence[Part]) -> list[Part]:
+    """The training sources whose lines stay in their files."""
+    return [part for part in parts if part.purpose == "train" and part.source.window]
+
+
 def _records(parts: Sequence[Part], purpose: Purpose) -> Iterator[Any]:
     own = (part for part in parts if part.purpose == purpose and not part.set)
     return chain.from_iterable(part.records() for part in own)
 
 
 def _question_parts(config: TrainConfig, facts: ModelFacts) -> Iterator[Part]:
-    sampling = config.sampling
-    room = _most(config, facts) - sampling.max_generation_tokens
-    if room < 1:
-        raise ConfigError(
-            f"--max-generation-tokens ({sampling.max_generation_tokens}) must leave room for a "
-            f"prompt in the model's {facts.max_positions} positions: lower it"
-        )
+    room = _room(config, facts)
     reader = line_reader(config, facts, max_tokens=room)
     for file in config.data.data_files:
         types = (file.type,) if file.type else ()
@@ -191,6 +240,18 @@ def _part_of_set(
     )
     assert found.source is not None, "a named set has a file"
     return Part("held out", found.source, own.question, found)
+
+
+def _room(config: TrainConfig, facts: ModelFacts) -> int:
+    """The longest prompt that may be asked, in tokens; raises `ConfigError` if there is none."""
+    longest_answer = config.sampling.max_generation_tokens
+    room = _most(config, facts) - longest_answer
+    if room < 1:
+        raise ConfigError(
+            f"--max-generation-tokens ({longest_answer}) must leave room for a "
+            f"prompt in the model's {facts.max_positions} positions: lower it"
+        )
+    return min(room, config.data.max_prompt_tokens or room)
 
 
 def _most(config: TrainConfig, facts: ModelFacts) -> int:

@@ -15,6 +15,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from threading import Event
 from typing import Protocol
@@ -26,11 +27,11 @@ from async_grpo.checkpoint.saving import Checkpoints, Read
 from async_grpo.checkpoint.tensors import restore_learner
 from async_grpo.cluster.cluster import Cluster
 from async_grpo.config.train_config import TrainConfig
-from async_grpo.data.order import QuestionStream
+from async_grpo.data.shards import StreamedRecords
 from async_grpo.data.table import PairTable
 from async_grpo.devices.current import device_id
 from async_grpo.model.model_folder import ModelFacts, check_model_folder
-from async_grpo.run.data import load_pairs, warn_of_few
+from async_grpo.run.data import Pairs, load_pairs, order_of, warn_of_few
 from async_grpo.run.main_rank import MainRank, OtherRank
 from async_grpo.run.preparation import hash_code, hash_contents, open_run, read_attention_ratio
 from async_grpo.run.report import Report
@@ -226,7 +227,7 @@ class Demonstrations:
 
     def __init__(
         self,
-        pairs: PairTable,
+        pairs: Pairs,
         held_out: PairTable,
         learner: Learner,
         ranks: Ranks,
@@ -244,7 +245,7 @@ class Demonstrations:
 
     def __iter__(self) -> Iterator[StreamItem]:
         config = self._config
-        order = QuestionStream(len(self._pairs), seed=config.data.infinite_sampler_seed)
+        order = order_of(config, self._pairs)
         items = supervised_stream(
             self._pairs,
             batching=config.batching,
@@ -254,7 +255,13 @@ class Demonstrations:
             attention_ratio=read_attention_ratio(config),
             first_batch=self._first_batch,
         )
+        items = map(self._with_refused, items)
         return until_stopped(items, agree=self._ranks.agree, stop=self._stop)
+
+    def _with_refused(self, item: StreamItem) -> StreamItem:
+        if isinstance(item, EndOfStep) and isinstance(self._pairs, StreamedRecords):
+            return replace(item, clock={"refused_lines": self._pairs.take_refused()})
+        return item
 
     @property
     def is_stopped(self) -> bool:
@@ -287,7 +294,7 @@ class Demonstrations:
         return {}
 
 
-def _load(config: TrainConfig) -> tuple[PairTable, PairTable, ModelFacts]:
+def _load(config: TrainConfig) -> tuple[Pairs, PairTable, ModelFacts]:
     """The trained pairs, the held-out ones, and the model; every rank reads the files itself."""
     facts = check_model_folder(config.places.model_name_or_path)
     return *load_pairs(config, facts), facts

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -22,7 +21,8 @@ from async_grpo.config.roles import is_service
 from async_grpo.config.teaching import check_vocabulary
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.controller.find import find_or_make_controller
-from async_grpo.data.order import MixedOrder, QuestionStream, TypedQuestions, sampling_seed
+from async_grpo.data.order import MixedOrder, QuestionStream, sampling_seed
+from async_grpo.data.shards import StreamedRecords
 from async_grpo.data.table import QuestionTable
 from async_grpo.environments.chat.find import AUTO, find_renderer
 from async_grpo.environments.find import hash_files, users_environment
@@ -136,7 +136,7 @@ def demand_of(config: TrainConfig, facts: ModelFacts, plan: BatcherPlan) -> Dema
 
 def _longest_prompt(questions: Sequence[Question]) -> int:
     """In tokens."""
-    assert isinstance(questions, QuestionTable), "as `plan_run` takes them"
+    assert isinstance(questions, QuestionTable | StreamedRecords), "as `plan_run` takes them"
     return questions.longest_prompt
 
 
@@ -171,9 +171,11 @@ def hash_contents(
     def work() -> Mapping[str, str]:
         model = hash_model(config.places.model_name_or_path)
         # Older checkpoints have a hash of files as "tokenizer": it is not compared.
-        encoding, data = facts.tokenizer_hash, hash_data(records)
+        of_files = records.sha256 if isinstance(records, StreamedRecords) else ""
+        of_data = of_files or hash_data(records)
         given = {"pairs": hash_data(pairs)} if pairs else {}
-        return {"model": model, "encoding": encoding, "data": data, **given, **of_code}
+        encoding = facts.tokenizer_hash
+        return {"model": model, "encoding": encoding, "data": of_data, **given, **of_code}
 
     hashes = in_background(work, name="hash-contents")
     if start.folder:
@@ -232,7 +234,7 @@ def with_workers(
 def plan_run(
     config: TrainConfig,
     facts: ModelFacts,
-    questions: QuestionTable,
+    questions: data.Questions,
     held_out: QuestionTable,
     *,
     sets: Mapping[str, QuestionTable] | None = None,
@@ -242,10 +244,9 @@ def plan_run(
 ) -> BatcherPlan:
     """The plan of the run for the batcher; `sets`: {name: questions} of --eval."""
     seed = config.data.infinite_sampler_seed
-    stream = question_stream(config, questions)
     order = MixedOrder(
         sampled_share=config.teaching.gkd_lambda,
-        questions=stream,
+        questions=data.order_of(config, questions),
         pairs=QuestionStream(len(pairs), seed=seed, purpose="pairs"),
         samples_per_slot=config.sampling.samples_per_question,
     )
@@ -260,7 +261,8 @@ def plan_run(
         named_sets=sets or {},
         set_environments=environments_of_sets(config),
         order=order.question,
-        replacement=stream.replacement,
+        take_refused=questions.take_refused if isinstance(questions, StreamedRecords) else int,
+        replacement=order.replacement,
         pairs=pairs,
         pairs_of=order.pairs_of,
         seed_of=partial(sampling_seed, seed) if config.batching.deterministic else None,
@@ -279,22 +281,6 @@ def plan_run(
         services=tuple(filter(is_service, needed_roles(config))),
         max_positions=facts.max_positions,
         vocab_size=facts.vocab_size,
-    )
-
-
-def question_stream(
-    config: TrainConfig, questions: Sequence[Question]
-) -> QuestionStream | TypedQuestions:
-    """The order in which questions are asked; the table holds them file by file."""
-    seed, files = config.data.infinite_sampler_seed, config.data.data_files
-    if len(files) == 1:
-        return QuestionStream(len(questions), seed=seed)
-    sizes = Counter(question.dataset_type for question in questions)
-    return TypedQuestions(
-        [QuestionStream(sizes[file.type], seed=seed + n) for n, file in enumerate(files)],
-        weights=[file.weight for file in files],
-        batch_size=config.batching.batch_size,
-        sampled_share=config.teaching.gkd_lambda,
     )
 
 

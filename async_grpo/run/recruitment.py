@@ -212,6 +212,8 @@ def check_worker(worker: WorkerInfo, demand: Demand) -> None:
     needed = demand.longest_prompt + config.sampling.max_generation_tokens
     row = f"the longest prompt with {ANSWER} {config.sampling.max_generation_tokens}"
     remedy = f"lower {ANSWER}"
+    if config.data.data_order == "window":  # nobody has read all prompts
+        row, remedy = f"{row}, which may come of --data-order window,", "lower --max-prompt-tokens"
     if config.environments - SHIPPED.keys():  # turns may fill all positions
         needed = min(config.batching.max_tokens_per_gpu, model.max_positions)
         row, remedy = "an episode", "lower the trainer's --max-tokens-per-gpu"

@@ -208,6 +208,9 @@ class Pipeline:
     unwritten_samples = fact("samples", "Samples not dumped", window="run")
     """samples that --dump-samples-filename lacks, for the disk refused them or was too slow;
     counted since the controller began the run"""
+    refused_lines = fact("lines", "Lines left out")
+    """lines of --data-order window that could not be used when they were asked for: another of
+    their window took the place; the log says what is wrong with the first"""
     avg_generating_samples = quotient(
         "generating_seconds", "pipeline_seconds", "samples", "Samples in generation"
     )

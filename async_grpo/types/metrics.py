@@ -9,7 +9,7 @@ from async_grpo.util.errors import ConfigError
 
 Count = Literal[
     "samples", "questions", "tokens", "batches", "steps", "minibatches", "bytes", "restarts",
-    "calls", "checkpoints", "alarms", "trackers",
+    "calls", "checkpoints", "alarms", "trackers", "lines",
 ]  # fmt: skip
 Measure = Literal["", "fraction", "seconds", "nats", "1/s"]
 Unit = Count | Measure

@@ -80,7 +80,7 @@ def test_a_replacement_is_of_the_type_that_it_replaces(weights, batch_size, shar
     order = order_of(weights, batch_size, share)
     for ordinal in range(3 * batch_size):
         if not order.pairs_of(ordinal):
-            again = {order.questions.replacement(ordinal, attempt=n) // 7 for n in (1, 2, 3)}
+            again = {order.replacement(ordinal, attempt=n) // 7 for n in (1, 2, 3)}
             assert again == {order.question(ordinal) // 7}
 
 

@@ -41,8 +41,11 @@ EXACT = {
     "learning_rate": 1e-2,
     "lr_scheduler": "cosine",
     "min_samples_per_checkpoint": 30,
+    "data_order": "window",
+    "data_window": 3,
 }
 LAGGING = EXACT | {
+    "data_order": "index",
     "deterministic": False,
     "max_staleness": 1,
     "checkpoint_every_batches": 3,
@@ -56,6 +59,8 @@ SUPERVISED = {
     "checkpoint_every_batches": 1,
     "eval_every_batches": 2,
     "learning_rate": 1e-2,
+    "data_order": "window",
+    "data_window": 3,
 }
 CONTROLLED = LAGGING | {
     "num_batches_per_ref_model_update": 1_000_000,
@@ -270,6 +275,13 @@ def test_its_questions_are_each_sampled_for_one_group_that_counts(lived, world):
         for name in ("alone", "killed")
     )
     assert killed == alone
+
+
+def test_each_epoch_of_windows_asks_every_line_once_over_all_lives(lived, world):
+    drawn = [sample for sample in world.samples("killed") if sample["attempt"] == 0]
+    asked = {sample["ordinal"]: sample["input"] for sample in drawn}
+    for first in (0, 8, 16):  # the file has eight lines
+        assert len({asked[ordinal] for ordinal in range(first, first + 8)}) == 8
 
 
 def test_its_exports_are_those_of_the_run_left_alone(lived, world):
