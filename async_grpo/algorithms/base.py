@@ -95,6 +95,7 @@ class Algorithm:
 
     needs: tuple[ScoreNeed, ...] = ()
     learns_from_pairs = False  # (prompt, completion): neither questions nor workers are needed
+    takes_ref_answers = False  # a group may have a given member, which `loss` trains if it is to
     uses_old_policy = False  # reads `packed.scores["old"]`, of the policy at the batch's start
     terms: tuple[HeadTerm, ...] = ()  # what the chunked head computes besides log-probabilities
 
@@ -140,7 +141,7 @@ class Algorithm:
     @property
     def samples_per_slot(self) -> int:
         """Samples that are planned for each slot of a batch."""
-        return self.config.sampling.samples_per_question
+        return self.config.samples_per_slot
 
     @property
     def aggregation(self) -> str:

@@ -49,7 +49,30 @@ def find_algorithm(config: TrainConfig, code: UserCode | None = None) -> Algorit
             )  # fmt: skip
     if config.places.gateway and (found.learns_from_pairs or not config.asks_questions):
         raise config.refusal("gateway", "needs a run that samples outputs", "leave it out")
-    return code.make(found, config) if code else found(config)
+    algorithm = code.make(found, config) if code else found(config)
+    _check_ref_answers(config, algorithm)
+    return algorithm
+
+
+def _check_ref_answers(config: TrainConfig, algorithm: Algorithm) -> None:
+    """Raise `ConfigError` where no group could have a reference answer as a member."""
+    if not config.objective.use_ref_answers:
+        if config.objective.ref_answer_coefficient:
+            rule, remedy = "goes with --use-ref-answers alone", "give both, or neither"
+            raise config.refusal("ref_answer_coefficient", rule, remedy)
+        return
+    environments = {each.environment or config.data.environment for each in config.data.data_files}
+    if environments != {"single_turn"}:
+        raise config.refusal(
+            "use_ref_answers",
+            "needs questions that are answered once (--environment single_turn)",
+            f"leave it out, or {', '.join(sorted(environments - {'single_turn'}))}",
+        )
+    if not algorithm.takes_ref_answers:
+        raise config.refusal(
+            "use_ref_answers", "needs --algorithm grpo without teachers",
+            "an algorithm of yours whose loss knows given tokens sets takes_ref_answers = True",
+        )  # fmt: skip
 
 
 def _shipped(config: TrainConfig) -> type[Algorithm]:

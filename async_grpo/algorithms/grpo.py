@@ -23,6 +23,7 @@ from async_grpo.config.option import flag
 from async_grpo.config.roles import REFERENCE
 from async_grpo.config.sampling_options import SamplingOptions
 from async_grpo.types import Group, Sample
+from async_grpo.types.metrics import Metric
 from async_grpo.util.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -41,6 +42,11 @@ OLD_POLICY = {  # by `TrainConfig.mode`
 }
 
 
+REFERENCE_NLL = Metric(
+    "ref_answer_nll", "ref_answer_nll_sum", "ref_answer_tokens", "nats", "Cross-entropy of answers",
+    "less the log-probability of a token of a reference answer under the policy",
+)  # fmt: skip
+
 CUT = {  # by --length-limit-policy
     "zero_reward": "truncated outputs have a reward of 0",
     "invalidate": "truncated outputs are left out of their groups, which favours short ones",
@@ -49,6 +55,11 @@ CUT = {  # by --length-limit-policy
 
 class Grpo(Algorithm):
     """Advantages of a group, a clipped policy gradient and its penalties."""
+
+    @property
+    def takes_ref_answers(self) -> bool:  # type: ignore[override]  # a loss of yours must know them
+        """Whether `loss` is this one."""
+        return type(self).loss is Grpo.loss
 
     def prepare(self) -> None:
         """See `Algorithm`."""
@@ -67,6 +78,8 @@ class Grpo(Algorithm):
         # The ratio is then exactly 1, so that no bound can change anything.
         self.clip_is_inert = mode != "behaviour" and not self.uses_old_policy
         is_corrected = objective.importance_correction != "none"
+        if objective.ref_answer_coefficient:
+            self.metrics = (*self.metrics, REFERENCE_NLL)
         self._needs_one_row = objective.ratio_level == "sequence" or (
             is_corrected and objective.correction_level == "sequence"
         )
@@ -102,19 +115,27 @@ class Grpo(Algorithm):
         )
 
     def contributes(self, sample: Sample) -> bool:
-        """Without an advantage only KL in the loss and the entropy bonus have a gradient."""
+        """Without an advantage only KL in the loss and the entropy bonus have a gradient.
+
+        A reference answer has that of its cross-entropy.
+        """
         objective = self.config.objective
+        if sample.episode.is_given:
+            return super().contributes(sample)
         needs_advantage = not objective.kl_in_loss and not objective.entropy_coefficient
         return super().contributes(sample) and (sample.has_advantage or not needs_advantage)
 
     def loss(self, scored: TokenLogprobs, packed: PackedMinibatch) -> LossSums:
         """See grpo_loss.py."""
-        from async_grpo.algorithms.grpo_loss import grpo_loss  # with torch
+        from async_grpo.algorithms.grpo_loss import grpo_loss, with_cross_entropy  # with torch
 
-        return grpo_loss(
-            scored.logprobs, scored.entropy, packed,
-            objective=self.config.objective, mode=self.config.mode,
-        )  # fmt: skip
+        objective = self.config.objective
+        found = grpo_loss(
+            scored.logprobs, scored.entropy, packed, objective=objective, mode=self.config.mode
+        )
+        if not objective.ref_answer_coefficient:
+            return found
+        return with_cross_entropy(found, scored.logprobs, packed, objective.ref_answer_coefficient)
 
     def in_words(self) -> tuple[str, ...]:
         """Preset, denominator, ratio and clip, correction, penalties, sampling."""
@@ -290,6 +311,10 @@ def _rewards(objective: ObjectiveOptions, sampling: SamplingOptions) -> str:
         parts.append("truncated outputs are not trained")
     if policy := CUT.get(sampling.length_limit_policy):
         parts.append(policy)
+    if objective.use_ref_answers:
+        trained = f", and trained with the weight {objective.ref_answer_coefficient:g}"
+        how = trained if objective.ref_answer_coefficient else ", and not trained"
+        parts.append(f"the reference answer is a member of its group{how}: a bias")
     if objective.dynamic_sampling:
         parts.append(
             f"a question without variance is replaced up to {objective.dynamic_sampling} times"

@@ -35,7 +35,7 @@ def grpo_loss(
 
     logprobs, entropy [N]. `packed.scores["old"]` [N] is read in the mode `decoupled`; it is missing
     while the policy has not moved since the start of the batch. Every sum is over the minibatch's
-    trained tokens that were sampled; tokens of given pairs have no term here. `policy_loss_sum` and
+    trained tokens that were sampled; given ones have no term here. `policy_loss_sum` and
     `kl_sum` are weighted like the loss, the others are not. `mode`: `TrainConfig.mode`.
     """
     if packed.is_given is not None:
@@ -64,6 +64,19 @@ def grpo_loss(
         "far_tokens": is_far.sum(),
     }
     return LossSums(loss, sums=sums)
+
+
+def with_cross_entropy(
+    found: LossSums, logprobs: Tensor, packed: PackedMinibatch, coefficient: float
+) -> LossSums:
+    """Add -coefficient * Σ w_i * lp over the given tokens: they were not sampled, so no ratio."""
+    is_given = packed.is_given
+    if is_given is None:
+        is_given = torch.zeros_like(packed.weights, dtype=torch.bool)
+    nll = -logprobs[is_given]
+    loss = found.loss + coefficient * (packed.weights[is_given] * nll).sum()
+    own = {"ref_answer_nll_sum": nll.detach().sum(), "ref_answer_tokens": is_given.sum()}
+    return LossSums(loss, sums={**found.sums, **own})
 
 
 def _of_sampled(

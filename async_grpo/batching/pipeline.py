@@ -17,6 +17,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+import numpy as np
+
 from async_grpo.batching.admission import StepKey
 from async_grpo.batching.failures import (
     Grading,
@@ -55,6 +57,7 @@ from async_grpo.types import (
     Question,
     Sample,
     ServiceRequest,
+    TrainingPair,
     Turn,
     VerificationRequest,
     WeightsVersion,
@@ -148,7 +151,10 @@ class SlotPipeline:
         )
         kept, left_out = by_length_limit(samples, self._plan.config.sampling.length_limit_policy)
         group = await self.finish(Group(request.ordinal, request.attempt, kept), step)
-        return replace(group, left_out=left_out)
+        group = replace(group, left_out=left_out)
+        if self._plan.config.objective.ref_answer_coefficient:
+            return group
+        return without_references(group)
 
     async def finish(self, group: Group, step: StepKey) -> Group:
         """The group with scores, advantages and masks; a given one needs no advantages of its step.
@@ -183,6 +189,8 @@ class SlotPipeline:
         else:
             turns = await self._generate(request, oldest, account)
             episodes = tuple(Episode.of_turn(question.input_token_ids, turn) for turn in turns)
+            if question.reference_token_ids is not None:
+                episodes, turns = (*episodes, reference_of(question)), (*turns, _as_turn(question))
             with self._in_stage("verifying", len(turns)):
                 verdicts = await self.grading.verdicts(
                     tuple(
@@ -286,10 +294,31 @@ class SlotPipeline:
             self.stages.add(stage, -num_samples, now_s=time.monotonic())
 
 
+def reference_of(question: Question) -> Episode:
+    """The episode of a question's reference answer, which was not sampled."""
+    assert question.reference_token_ids is not None, "--use-ref-answers"
+    pair = TrainingPair(question.input_token_ids, question.reference_token_ids)
+    return Episode.of_pair(pair, text=question.reference)
+
+
+def _as_turn(question: Question) -> Turn:
+    """The reference answer as rewards read an output."""
+    token_ids = question.reference_token_ids
+    assert token_ids is not None, "--use-ref-answers"
+    return Turn(token_ids, np.zeros(len(token_ids), np.float32), (), "stop", question.reference)
+
+
+def without_references(group: Group) -> Group:
+    """The group without its reference answer, which counts in the group's statistics alone."""
+    references = tuple(each for each in group.samples if each.episode.is_given)
+    samples = tuple(each for each in group.samples if not each.episode.is_given)
+    return replace(group, samples=samples, references=references) if references else group
+
+
 def by_length_limit(samples: Samples, policy: str) -> tuple[Samples, Samples]:
     """(The members of the group, samples that are left out of it), by --length-limit-policy.
 
-    Raises `SlotFailed` if no member is left.
+    Raises `SlotFailed` if no sampled member is left.
     """
     cut = [sample.episode.finish_reason == "length" for sample in samples]
     if policy == "zero_reward":
@@ -300,10 +329,10 @@ def by_length_limit(samples: Samples, policy: str) -> tuple[Samples, Samples]:
         )
     if policy != "invalidate":
         return samples, ()
-    if all(cut):
+    if all(is_cut or sample.episode.is_given for sample, is_cut in zip(samples, cut, strict=True)):
         raise SlotFailed(
             LENGTH_LIMIT,
-            f"all of its {len(samples)} outputs were cut, which --length-limit-policy invalidate "
+            f"all of its {sum(cut)} outputs were cut, which --length-limit-policy invalidate "
             "leaves out: raise --max-generation-tokens",
         )
     kept, left_out = (

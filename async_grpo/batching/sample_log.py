@@ -201,6 +201,7 @@ def _line(
 ) -> dict[str, object]:
     """The line of a sample; `SampleDump.cut_back` reads its first two columns."""
     question, verdict, episode = sample.question, sample.verdict, sample.episode
+    is_graded = not episode.is_given or verdict.adapter  # a reference answer is, a pair is not
     return {
         "batch": batch,
         "ordinal": sample.ordinal,
@@ -212,12 +213,12 @@ def _line(
         "input": question.input,
         "output": episode.text,
         "answer": question.answer,
-        "reward": None if episode.is_given else verdict.reward,
+        "reward": verdict.reward if is_graded else None,
         "format_reward": verdict.format_reward,
         "overlong_penalty": sample.overlong_penalty,
         "kl_penalty": sample.kl_penalty,
         "advantage": None if episode.is_given else sample.advantage,
-        "verdict": None if episode.is_given else verdict.status,
+        "verdict": verdict.status if is_graded else None,
         "adapter": verdict.adapter,
         "reason": verdict.reason,
         "finish_reason": episode.finish_reason,

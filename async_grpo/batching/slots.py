@@ -54,8 +54,7 @@ class Slots:
             step = self.window.step_of(ordinal)
             self._unsettled.setdefault(step, config.batching.questions_per_step)
             if ordinal not in self.ledger.open_slots:  # a resumed ledger has admitted it already
-                num_samples = config.sampling.samples_per_question
-                self.ledger.admit(ordinal, num_samples=num_samples, step=step)
+                self.ledger.admit(ordinal, num_samples=config.samples_per_slot, step=step)
             self.begin(self._run(ordinal, step), name=f"slot-{ordinal}")
 
     async def _run(self, ordinal: int, step: StepKey) -> None:
@@ -103,7 +102,8 @@ class Slots:
             finally:
                 self.pipeline.sampled(account)
             kind = group.samples[0].question.dataset_type
-            is_forced = all(sample.episode.is_forced for sample in group.samples)
+            sampled = (each for each in group.samples if not each.episode.is_given)
+            is_forced = all(sample.episode.is_forced for sample in sampled)
             self._limits.sampled(step.batch, dataset_type=kind, is_forced=is_forced)
             self.sums.add(step, group)
             if not group.is_replaced:
@@ -138,7 +138,7 @@ class Slots:
         """Count the dropped group; raise `WorkerError` if too much fails."""
         logger.warning("question %d is dropped: %s", ordinal, failure)
         self.ledger.settle(ordinal, fate="failed", reason=failure.stage)
-        num_samples = self.plan.config.sampling.samples_per_question
+        num_samples = self.plan.config.samples_per_slot
         kind = self.plan.type_of(ordinal)
         self.sums.add_failed(step, ordinal, num_samples=num_samples, dataset_type=kind)
         is_given = bool(self.plan.pairs_of(ordinal))

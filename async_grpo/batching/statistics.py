@@ -6,7 +6,7 @@ docs/metrics.md lists the metrics that they become.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from async_grpo.batching.admission import StepKey
@@ -57,11 +57,15 @@ class SampleSums:
                 tokens_by_lag(sample.episode, batch=step.batch, max_staleness=most)
                 for sample in samples
             ]
+            sampled = [each for each in samples if not each.episode.is_given]
             if group.is_replaced:
-                sums = replaced_sums((*samples, *group.left_out))
+                sums = replaced_sums((*sampled, *group.left_out))
             else:
-                sums = group_sums(samples)
-                sums["finished_samples"] += len(group.left_out)
+                sums = group_sums(sampled)
+                num_given = len(samples) - len(sampled)
+                sums["finished_samples"] += len(group.left_out) + num_given
+                sums["given_samples"] += num_given
+                sums |= reference_sums(samples, group.references)
             sums = self._with_own(sums, samples[0].question.dataset_type)
             if not group.is_replaced:
                 sums |= self.of_scoring(samples) | _lag_sums(lags, most)
@@ -138,6 +142,12 @@ def given_sums(samples: Sequence[Sample]) -> Sums:
     number = len(samples)
     zeros = dict.fromkeys(("num_samples", "num_groups", "failed_samples"), 0)
     return {"given_samples": number, "finished_samples": number, **zeros}
+
+
+def reference_sums(*groups: Iterable[Sample]) -> Sums:
+    """The sums of the reference answers among samples; none without --use-ref-answers."""
+    rewards = [s.verdict.reward for samples in groups for s in samples if s.episode.is_given]
+    return {"ref_answers": len(rewards), "ref_reward_sum": sum(rewards)} if rewards else {}
 
 
 def replaced_sums(samples: Sequence[Sample]) -> Sums:

@@ -85,6 +85,11 @@ class ObjectiveOptions(Options):
     """outputs cut at --max-generation-tokens serve the baseline, and are not trained"""
     dynamic_sampling: int = option(0)
     """questions drawn to replace one whose samples all have the same reward; 0: none"""
+    use_ref_answers: bool = option(False, change=Change.FIXED)
+    """the completion of a question's line is graded too, as one more member of its group: a bias"""
+    ref_answer_coefficient: float = option(0.0, change=Change.FIXED)
+    """weight of the cross-entropy of such a completion; 0: it counts in the group's statistics
+    alone"""
 
     @property
     def kl_in_loss(self) -> bool:

@@ -201,6 +201,11 @@ class TrainConfig:
         return self.teaching.gkd_lambda > 0 or bool(self.evaluation_sets)
 
     @property
+    def samples_per_slot(self) -> int:
+        """Samples that a slot trains if none is dropped."""
+        return self.sampling.samples_per_question + (self.objective.ref_answer_coefficient > 0)
+
+    @property
     def chunk_size(self) -> int:
         """Tokens whose logits are in memory at a time."""
         return self.memory.chunk_size(self.batching.max_tokens_per_gpu)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -147,6 +147,7 @@ class LineReader:
     max_tokens: int  # of a prompt that fits beside the longest answer, or of a whole pair
     mapping: Mapping[str, str] = field(default_factory=dict)  # {our column name: the user's}
     types: Sequence[str] = ()  # that a line may have; empty: any. A single one is the default
+    longest_pair: int = 0  # tokens of a prompt with its reference answer; 0: questions have none
 
     def question(self, row: Mapping[str, object]) -> Question:
         """A question from `input_token_ids`, `messages` or `input`; other columns are optional.
@@ -163,7 +164,12 @@ class LineReader:
         self._check_length(columns, len(ids), "prompt", limit)
         text = self._text_of(columns, ids)
         kind = self._type(columns)
-        return Question(np.asarray(ids, dtype=np.int32), text, columns.answer(), row, kind)
+        question = Question(np.asarray(ids, dtype=np.int32), text, columns.answer(), row, kind)
+        if not self.longest_pair:
+            return question
+        pair = replace(self, max_tokens=self.longest_pair).given(row)
+        answer = pair.completion_token_ids
+        return replace(question, reference_token_ids=answer, reference=pair.completion)
 
     def pair(self, row: Mapping[str, object]) -> TrainingPair:
         """A prompt, read as `question` reads it, with a demonstrated completion.

@@ -69,7 +69,9 @@ class QuestionTable(_Table[Question]):
     @staticmethod
     def _pack(record: Question) -> tuple[bytes, *tuple[object, ...]]:
         rest = record.input, record.answer, record.columns, record.dataset_type
-        return record.input_token_ids.tobytes(), *rest
+        has_reference = record.reference_token_ids is not None
+        own = (record.reference_token_ids, record.reference) if has_reference else ()
+        return record.input_token_ids.tobytes(), *rest, *own
 
     @staticmethod
     def _unpack(prompt: bytes, *rest: Any) -> Question:

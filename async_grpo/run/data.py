@@ -211,7 +211,9 @@ def _question_parts(config: TrainConfig, facts: ModelFacts) -> Iterator[Part]:
     for file in config.data.data_files:
         types = (file.type,) if file.type else ()
         own = replace(reader, types=types, mapping={**reader.mapping, **file.columns})
-        yield Part("train", file.source, own.question)
+        takes = config.objective.use_ref_answers
+        with_references = replace(own, longest_pair=_most(config, facts)) if takes else own
+        yield Part("train", file.source, with_references.question)
         if file.held_out:
             yield Part("held out", file.held_out, own.question)
     if config.held_out:

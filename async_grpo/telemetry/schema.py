@@ -104,8 +104,8 @@ class Pipeline:
     num_samples = fact("samples", "Samples per step")
     """samples that count in the step, but for those of the next line"""
     given_samples = fact("samples", "Given samples per step")
-    """samples of --pairs-path that count in the step: nobody sampled or graded them, no other
-    metric of this section holds them"""
+    """samples of --pairs-path, and reference answers that are trained, which count in the step:
+    nobody sampled them, no other metric of this section holds them"""
     num_groups = fact("questions", "Questions per step")
     """questions that count in the step"""
     avg_reward = quotient("reward_sum", "num_samples", "", "Mean reward")
@@ -114,6 +114,8 @@ class Pipeline:
         "max_reward_in_group_sum", "num_groups", "", "Best reward of a group"
     )
     """best reward among the samples of a question"""
+    avg_ref_reward = quotient("ref_reward_sum", "ref_answers", "", "Reward of reference answers")
+    """reward of a question's reference answer (--use-ref-answers)"""
     avg_format_reward = quotient("format_reward_sum", "format_reward_samples", "", "Format reward")
     """format reward of the samples whose verifier gives one"""
     avg_overlong_penalty = quotient("overlong_penalty_sum", "num_samples", "", "Overlong penalty")

@@ -32,6 +32,9 @@ class Question(Message):
     answer: str | None  # the expected one; None where the line has none
     columns: Mapping[str, Any]  # every column of the user's line, untouched
     dataset_type: str = ""  # of its file or line; chooses environment, rewards and teacher
+    # [L] a demonstrated answer with its end token; None without --use-ref-answers.
+    reference_token_ids: NDArray[np.int32] | None = None
+    reference: str = ""  # text of that answer
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -313,8 +316,8 @@ def without_texts(samples: Sequence[Sample]) -> tuple[Sample, ...]:
     """The samples of one group as trainers need them: without texts and the user's columns."""
     # Sampled outputs share one question, which must be sent once.
     questions = {
-        id(sample.question): replace(sample.question, input="", answer=None, columns={})
-        for sample in samples
+        id(own): Question(own.input_token_ids, "", None, {}, own.dataset_type)
+        for own in (sample.question for sample in samples)
     }
     return tuple(
         replace(
@@ -336,6 +339,8 @@ class Group:
     samples: tuple[Sample, ...]  # of one question, or given pairs
     is_replaced: bool = False  # its slot draws another question; these are not trained
     left_out: tuple[Sample, ...] = ()  # sampled, but no members (--length-limit-policy invalidate)
+    # Members of its statistics that are no samples of the run (--ref-answer-coefficient 0).
+    references: tuple[Sample, ...] = ()
 
     @property
     def is_given(self) -> bool:

@@ -16,6 +16,11 @@ REWARDS = (0.0, 0.5, 1.0)
 BEHAVIOUR, REFERENCE_LOGPROB = -0.5, -1.0  # log-probability of every token
 
 
+def reference_length(question):
+    """Tokens of the reference answer of a question, by its number."""
+    return 2 + question
+
+
 @dataclass(frozen=True, kw_only=True)
 class Script:
     """Everything is a function of the seed, the slot and its attempt; `timing` alone moves time."""
@@ -47,6 +52,24 @@ class Script:
 
     def question(self, ordinal, attempt):
         return self.replacement(ordinal, attempt=attempt) if attempt else ordinal % NUM_QUESTIONS
+
+    @property
+    def trains_references(self):
+        return self.config.objective.ref_answer_coefficient > 0
+
+    @property
+    def size(self):
+        """Samples that a slot admits."""
+        return self.config.sampling.samples_per_question + self.trains_references
+
+    def reference(self, ordinal, attempt):
+        """{index: reward} of the reference answer, where groups have one."""
+        if not self.config.objective.use_ref_answers:
+            return {}
+        reward = self.rewards(ordinal, attempt)[0]
+        if ordinal not in self.barren:
+            reward = REWARDS[int(3 * self.chance("reference", self.seed, ordinal, attempt))]
+        return {self.config.sampling.samples_per_question: reward}
 
     def rewards(self, ordinal, attempt=0):
         if ordinal in self.barren or (ordinal in self.even and attempt == 0):
@@ -129,7 +152,8 @@ class Script:
             if not self.members(ordinal, attempt):
                 return replaced, None, "length limit"
             is_last = attempt == self.config.objective.dynamic_sampling
-            if is_last or len({*self.shaped_rewards(ordinal, attempt).values()}) > 1:
+            members = self.shaped_rewards(ordinal, attempt) | self.reference(ordinal, attempt)
+            if is_last or len({*members.values()}) > 1:
                 return replaced, attempt, ""
             replaced.append(attempt)
         raise AssertionError("the last attempt is kept")
@@ -175,7 +199,7 @@ class ExpectedStep:
     @cached_property
     def fates(self):
         """Every try but the last of an attempt is discarded, but for leases that are lost."""
-        script, size = self.script, self.script.config.sampling.samples_per_question
+        script, size = self.script, self.script.size
         num_discarded = 0
         for ordinal, (replaced, kept, stage) in self.slots.items():
             num_attempts = len(replaced) + (kept is not None or stage != "generation")
@@ -194,7 +218,13 @@ class ExpectedStep:
     @property
     def num_left_out(self):
         size = self.script.config.sampling.samples_per_question
-        return self.sum_over_kept(lambda ordinal, attempt: size) - len(self._kept())
+        sampled = [index for _, index in self._kept() if index < size]
+        return self.sum_over_kept(lambda ordinal, attempt: size) - len(sampled)
+
+    @property
+    def num_references(self):
+        """Reference answers that are trained."""
+        return self.sum_over_kept(lambda ordinal, attempt: self.script.trains_references)
 
     @property
     def token_fates(self):
@@ -206,7 +236,9 @@ class ExpectedStep:
                 sampled["failed"] += sum(script.lengths(ordinal, len(replaced)))
         kept = self.sum_over_kept(script.member_tokens)
         slots = self.slots
-        trained = sum(script.lengths(n, slots[n][1])[index] for n, index in self.trained)
+        size = script.config.sampling.samples_per_question
+        sampled_keys = [key for key in self.trained if key[1] < size]
+        trained = sum(script.lengths(n, slots[n][1])[index] for n, index in sampled_keys)
         return Counter(sampled | {"trained": trained, "zero_contribution": kept - trained})
 
     @property
@@ -231,10 +263,11 @@ class ExpectedStep:
         if config.objective.kl_coefficient == 0:
             return 0
         if config.objective.kl_in_loss:
+            size = config.sampling.samples_per_question
             return sum(
                 script.lengths(ordinal, self.slots[ordinal][1])[index]
                 for (ordinal, index), (num_trained, _) in self._kept().items()
-                if num_trained
+                if num_trained and index < size  # the reference answer was not sampled
             )
 
         seen = script.member_tokens
@@ -248,7 +281,11 @@ class ExpectedStep:
             if attempt is None:
                 continue
             rewards = self.script.shaped_rewards(ordinal, attempt)
-            mean = np.mean([*rewards.values()])
+            reference = self.script.reference(ordinal, attempt)
+            mean = np.mean([*(rewards | reference).values()])
+            if self.script.trains_references:
+                num_tokens = reference_length(self.script.question(ordinal, attempt))
+                kept.update({(ordinal, index): (num_tokens, True) for index in reference})
             for index, reward in rewards.items():
                 num_trained = num_tokens = self.script.lengths(ordinal, attempt)[index]
                 if config.objective.mask_truncated_samples and self.script.is_cut(num_tokens):

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
-from script import BEHAVIOUR, NUM_QUESTIONS, REFERENCE_LOGPROB, Script
+from script import BEHAVIOUR, NUM_QUESTIONS, REFERENCE_LOGPROB, Script, reference_length
 from scripted import Handle, Registry, make_completion, make_question, make_verdict
 
 from async_grpo.algorithms.base import LocalRules
@@ -34,6 +34,14 @@ INCARNATION = 5
 ATTENTION_RATIO = 10.0
 ROWS = UserCode("scripted.py:Rows", "")
 QUESTIONS = tuple(make_question(1 + number) for number in range(NUM_QUESTIONS))
+REFERRED = tuple(  # the same, with reference answers
+    replace(
+        question,
+        reference_token_ids=np.arange(reference_length(number), dtype=np.int32),
+        reference=f"answer {number}",
+    )
+    for number, question in enumerate(QUESTIONS)
+)
 
 
 @dataclass
@@ -81,7 +89,8 @@ class Cluster:
         script, ordinal = self.script, request.outputs[0].ordinal
         attempt = self.attempts[ordinal]
         await asyncio.sleep(script.seconds("verify", ordinal, attempt))
-        rewards = script.rewards(ordinal, attempt)[: len(request.outputs)]
+        rewards = script.rewards(ordinal, attempt)
+        rewards = (*rewards, *script.reference(ordinal, attempt).values())[: len(request.outputs)]
         verdicts = [make_verdict(reward) for reward in rewards]
         if ordinal in (script.failing_later if attempt else script.failing):
             verdicts[-1] = make_verdict(0.0, status="error", reason="scripted: killed")
@@ -222,7 +231,7 @@ def make_plan(config, **changes):
     """Of a run whose slots ask the questions in order."""
     options = {
         "rules": LocalRules(find_algorithm(config)),
-        "questions": QUESTIONS,
+        "questions": REFERRED if config.objective.use_ref_answers else QUESTIONS,
         "held_out": (),
         "order": lambda ordinal: ordinal % NUM_QUESTIONS,
         "replacement": lambda slot, *, attempt: 0,

@@ -121,7 +121,9 @@ def whole(samples):
 
 @pytest.mark.timeout(1800)
 @settings(max_examples=histories(40), deadline=None, suppress_health_check=list(HealthCheck))
-@examples(scripts(), st.sampled_from([0.0, 0.3, 0.5, 1.0]), st.lists(st.floats(0.0, 80.0)))
+@examples(
+    scripts(references=({},)), st.sampled_from([0.0, 0.3, 0.5, 1.0]), st.lists(st.floats(0.0, 80.0))
+)
 def test_given_samples_are_trained_once_and_in_nothing_that_is_sampled(script, share, kills):
     """Of any history, and whenever the batcher dies; verifications that fail end other tests."""
     script = replace(script, failing=frozenset(), failing_later=frozenset(), loses_a_lease=False)

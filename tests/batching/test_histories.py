@@ -4,11 +4,12 @@ import logging
 from collections import Counter
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from effort import histories
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from script import Script
+from script import Script, reference_length
 from scripted import run
 from scripted_run import INCARNATION, QUESTIONS, Cluster, Run, make_config, split_steps
 
@@ -35,8 +36,15 @@ LENGTH_LIMITS = (
 )
 
 
+REFERENCES = (
+    {},
+    {"use_ref_answers": True},
+    {"use_ref_answers": True, "ref_answer_coefficient": 0.5},
+)
+
+
 @st.composite
-def scripts(draw):
+def scripts(draw, references=REFERENCES):
     batch_size, step_size = draw(st.sampled_from(SHAPES))
     # A batch of which nothing can be graded would end the run: one slot of each is spared.
     some = few.map(lambda ordinals: frozenset(n for n in ordinals if n % batch_size))
@@ -54,6 +62,7 @@ def scripts(draw):
         overlong_buffer_tokens=buffer,
         overlong_penalty=0.5,
         **draw(st.sampled_from(OBJECTIVES)),
+        **draw(st.sampled_from(references)),
     )
     script = Script(
         config=config,
@@ -68,7 +77,7 @@ def scripts(draw):
         barren=draw(few),
         slowest_s=draw(st.sampled_from([0.0, 1.0, 30.0])),
         loses_a_lease=draw(st.booleans()),
-        max_rows=draw(st.sampled_from([1, 1, 3])),
+        max_rows=1 if config.objective.use_ref_answers else draw(st.sampled_from([1, 1, 3])),
     )
     spared = range(0, batch_size * config.batching.num_training_batches, batch_size)
     assume(all(script.attempts(ordinal)[1] is not None for ordinal in spared))
@@ -173,17 +182,24 @@ def check_end(step, end):
     assert sum(end.reasons.values()) == with_reason
     assert (end.num_samples, end.num_tokens) == step.denominators
     sums = end.sums
-    assert sums.get("num_samples", 0) == end.num_samples
+    num_sampled = end.num_samples - step.num_references
+    assert sums.get("num_samples", 0) == num_sampled
+    assert sums.get("given_samples", 0) == step.num_references
+    of_references = step.sum_over_kept(lambda o, a: sum(script.reference(o, a).values()))
+    assert sums.get("ref_reward_sum", 0) == of_references
     assert sums.get("lag_max", 0) <= config.sampling.max_staleness
     num_tokens = step.sum_over_kept(script.member_tokens)
     assert sums.get("output_tokens", 0) == num_tokens
-    assert (lag_bins(sums, "samples"), lag_bins(sums, "tokens")) == (end.num_samples, num_tokens)
+    assert (lag_bins(sums, "samples"), lag_bins(sums, "tokens")) == (num_sampled, num_tokens)
     rewards = step.sum_over_kept(lambda o, a: sum(script.graded(o, a).values()))
     assert sums.get("reward_sum", 0.0) == rewards
     shaped = step.sum_over_kept(lambda o, a: sum(script.shaped_rewards(o, a).values()))
     penalties = sums.get("overlong_penalty_sum", 0.0) + sums.get("kl_penalty_sum", 0.0)
     assert rewards - penalties == shaped
     assert sums.get("num_replacements", 0) == step.sum_over_replaced(lambda o, a: 1)
+    size = config.sampling.samples_per_question
+    assert sums.get("replaced_samples", 0) == step.sum_over_replaced(lambda o, a: size)
+    assert sums.get("failed_samples", 0) == step.fates["failed"]
     assert sums.get("replaced_tokens", 0) == step.sum_over_replaced(
         lambda o, a: sum(script.lengths(o, a))
     )
@@ -206,12 +222,16 @@ def check_samples(step, samples):
     assert whole == step.trained  # L_i in each of its rows
     for (ordinal, index, number), sample in sent.items():
         attempt = step.slots[ordinal][1]
+        if index == config.sampling.samples_per_question:
+            check_reference(script, sample, attempt)
+            continue
         lengths = script.row_lengths(ordinal, attempt, index)
         assert all((ordinal, index, other) in sent for other in range(len(lengths)))
         (row,) = sample.episode.rows
         assert len(row.token_ids) == lengths[number]
         asked = QUESTIONS[script.question(ordinal, attempt)].input_token_ids
         assert sample.question.input_token_ids is asked
+        assert sample.question.reference_token_ids is None  # ranks have it as a sample, or not
         assert sample.verdict.reward == script.graded(ordinal, attempt)[index]
         assert sample.shaped_reward == script.shaped_rewards(ordinal, attempt)[index]
         assert ("reference" in sample.scores) == find_algorithm(config).needs_reference
@@ -220,11 +240,21 @@ def check_samples(step, samples):
             assert 0 <= step.key.batch - version.batches <= config.sampling.max_staleness
 
 
+def check_reference(script, sample, attempt):
+    (row,) = sample.episode.rows
+    number = script.question(sample.ordinal, attempt)
+    assert (row.token_ids == np.arange(reference_length(number))).all() and row.loss_mask.all()
+    assert row.prompt_token_ids is QUESTIONS[number].input_token_ids
+    assert sample.episode.is_given and not row.weights_versions and not sample.scores
+    reward = script.reference(sample.ordinal, attempt)[sample.index]
+    assert (sample.verdict.reward, sample.shaped_reward) == (reward, reward)
+
+
 def check_books(running, status, expected):
     ledger = running.batcher._ledger
     totals = {fate: sum(step.fates[fate] for step in expected) for fate in FATES}
     lost = num_revoked(ledger.fates.reasons)
-    assert lost in (0, running.config.sampling.samples_per_question * running.script.loses_a_lease)
+    assert lost in (0, running.script.size * running.script.loses_a_lease)
     totals["discarded"] += lost
     assert {fate: ledger.fates.samples[fate] for fate in FATES} == totals
     assert ledger.admitted_samples == sum(totals.values()) == status.done

@@ -176,12 +176,13 @@ def test_zero_counts_stay_in_the_sums():
     assert {"reward_sum", "lag_sum", "lag_max"} <= sums.keys()
 
 
-def test_a_sample_that_nobody_sampled_has_no_lag_and_counts_in_all_else():
+def test_a_reference_answer_counts_apart_and_has_no_lag():
     sampled = make_sample(VERSION, **older(1))
     (row,) = sampled.episode.rows
     told = replace(row, logprobs=None, weights_versions=())
     sums = close(group(sampled, replace(sampled, episode=Episode((told,)))))
-    assert (sums["num_samples"], sums["sampled_samples"]) == (2, 1)
+    assert (sums["num_samples"], sums["sampled_samples"], sums["given_samples"]) == (1, 1, 1)
+    assert (sums["finished_samples"], sums["ref_answers"]) == (2, 1)
     assert (sums["lag_sum"], sums["lag_2_samples"], sums["lag_0_samples"]) == (2, 1, 0)
 
 

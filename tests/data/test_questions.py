@@ -355,6 +355,27 @@ def test_a_given_pair_of_token_ids_is_decoded_for_people(write):
     assert (pair.question.input, pair.completion) == ("a", "bc")
 
 
+@pytest.mark.parametrize(
+    "answer", [{"completion": "bc"}, {"completion_token_ids": [11, 12, 2]}], ids=["text", "ids"]
+)
+def test_a_question_has_its_reference_answer_where_it_is_asked_for(answer, write):
+    path = write({"input": "a", "answer": "7"} | answer)
+    (plain,) = load(QuestionTable, "question", path)
+    assert plain.reference_token_ids is None and not plain.reference
+    (question,) = load(QuestionTable, "question", path, longest_pair=4)
+    assert question.reference_token_ids.tolist() == [11, 12, 2]
+    assert question.reference.startswith("bc")
+    assert (question.input, question.answer, question.columns["answer"]) == ("a", "7", "7")
+    with pytest.raises(DataError, match="expected a pair of at most 3 tokens"):
+        load(QuestionTable, "question", path, longest_pair=3)
+
+
+def test_with_reference_answers_every_line_must_have_one(write):
+    path = write({"input": "a", "completion": "b"}, {"input": "a", "completion": None})
+    with pytest.raises(DataError, match="line 2, column 'completion': expected non-empty text"):
+        load(QuestionTable, "question", path, longest_pair=9)
+
+
 def test_a_given_pair_that_is_too_long_is_refused_with_its_line(write):
     path = write({"input": "a", "completion": "b"}, {"input": "abc", "completion": "de"})
     with pytest.raises(DataError, match=r"line 2, .*expected a pair of at most 5 tokens .*got 6"):

@@ -82,6 +82,16 @@ def test_a_line_that_is_met_later_is_left_out_and_counted(shards):
     assert (plan.take_refused(), plan.take_refused()) == (1, 0)
 
 
+def test_questions_to_train_on_have_reference_answers_and_held_out_ones_none(shards):
+    write(shards / "pairs.jsonl", PAIRS)
+    config = config_of(shards, use_ref_answers=True, eval_data_path=f"{shards}/pairs.jsonl")
+    for order in ("window", "index"):
+        config = config.but(data_path=f"{shards}/pairs.jsonl", data_order=order)
+        questions, held_out = load_data(config, FACTS)
+        assert all(each.reference == "1 + 2" for each in questions)
+        assert all(each.reference_token_ids is None for each in held_out)
+
+
 def test_a_prompt_is_at_most_as_long_as_the_option_says(shards):
     config = config_of(shards, max_prompt_tokens=3)
     with pytest.raises(DataError, match="expected a prompt of at most 3 tokens"):
