@@ -57,9 +57,6 @@ def find_algorithm(config: TrainConfig, code: UserCode | None = None) -> Algorit
 def _check_ref_answers(config: TrainConfig, algorithm: Algorithm) -> None:
     """Raise `ConfigError` where no group could have a reference answer as a member."""
     if not config.objective.use_ref_answers:
-        if config.objective.ref_answer_coefficient:
-            rule, remedy = "goes with --use-ref-answers alone", "give both, or neither"
-            raise config.refusal("ref_answer_coefficient", rule, remedy)
         return
     environments = {each.environment or config.data.environment for each in config.data.data_files}
     if environments != {"single_turn"}:

@@ -172,9 +172,10 @@ class ExperienceBatcher:
                 num_tokens=sample.episode.num_sampled_tokens,
                 reason=LENGTH_LIMIT,
             )
-        if group.left_out:
-            fates = ("discarded",) * len(group.left_out)
-            self.log.write(replace(group, samples=group.left_out), batch=step.batch, fates=fates)
+        for others, fate in ((group.left_out, "discarded"), (group.references, "statistics")):
+            if others:
+                apart = replace(group, samples=others)
+                self.log.write(apart, batch=step.batch, fates=(fate,) * len(others))
 
     def _settled(self, step: StepKey, is_last: bool) -> None:
         if is_last:

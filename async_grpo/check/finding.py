@@ -11,6 +11,8 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Flag, auto
+from fnmatch import fnmatch
+from glob import glob
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 from async_grpo.model.model_folder import first_line
@@ -92,8 +94,11 @@ class Setup:
         """Whether `prepare` makes what does not exist at a path, to all appearances."""
         words = [word for command in self.prepare for word in command]
         named = re.compile(rf"(?<![\w./-]){re.escape(path)}(?![\w/-])")  # in a script, or after =
-        made = any(named.search(word) or path.startswith(f"{word}/") for word in words)
-        return made and not os.path.exists(path)
+        made = any(
+            named.search(word) or path.startswith(f"{word}/") or fnmatch(word, path)
+            for word in words
+        )
+        return made and not os.path.exists(path) and not glob(path)
 
 
 def tried(look: Callable[[], T]) -> Known[T]:

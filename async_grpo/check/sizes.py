@@ -37,7 +37,7 @@ def check_batch(setup: Setup, facts: Facts) -> Iterator[Finding]:
         reads = [read for read in facts.data if read.purpose == "train"]
         lines = sum(read.num_lines for read in reads) if all(each.is_whole for each in reads) else 0
     is_sft = setup.learns_from_pairs
-    of_slot = 1 if is_sft else config.sampling.samples_per_question
+    of_slot = 1 if is_sft else config.samples_per_slot
     text = batch_in_words(
         config.batching, of_slot=of_slot, num_ranks=ranks, num_lines=lines, is_sft=is_sft
     )
@@ -103,7 +103,7 @@ def _warm_up(setup: Setup) -> Iterator[Finding]:
     optimizer, batching = setup.train.optimizer, setup.train.batching
     per_batch = batching.steps_per_batch
     if optimizer.schedule_clock == "samples":
-        of_slot = 1 if setup.learns_from_pairs else setup.train.sampling.samples_per_question
+        of_slot = 1 if setup.learns_from_pairs else setup.train.samples_per_slot
         per_batch = batching.batch_size * of_slot
     total = batching.num_training_batches * per_batch
     if optimizer.schedule_clock == "tokens":
@@ -169,7 +169,7 @@ def _disk_need(setup: Setup, size: WeightsSize) -> tuple[int, int]:
     sampling, every = setup.train.sampling, recording.min_samples_per_checkpoint
     saves = recording.keep_checkpoints + 1 if recording.checkpoint_every_batches else 0
     questions = batching.num_training_batches * batching.batch_size
-    samples = questions * sampling.samples_per_question
+    samples = questions * setup.train.samples_per_slot
     exports = 1 + (samples // every if every else 0)
     of_token = BYTES_OF_TOKEN + BYTES_OF_COLUMNS * recording.dump_token_columns
     dumped = samples * (BYTES_OF_SAMPLE + of_token * sampling.max_generation_tokens)

@@ -91,6 +91,15 @@ class ObjectiveOptions(Options):
     """weight of the cross-entropy of such a completion; 0: it counts in the group's statistics
     alone"""
 
+    def check(self) -> None:
+        """See `Options`."""
+        coefficient = self.ref_answer_coefficient
+        if not math.isfinite(coefficient):
+            raise self.refusal("ref_answer_coefficient", "must be finite", "0.1 is usual")
+        if coefficient and not self.use_ref_answers:
+            rule, remedy = "goes with --use-ref-answers alone", "give both, or neither"
+            raise self.refusal("ref_answer_coefficient", rule, remedy)
+
     @property
     def kl_in_loss(self) -> bool:
         return self.kl_coefficient > 0 and self.kl_estimator != "k1"

@@ -138,6 +138,7 @@ class Knows(OwnLoss):
     [
         ({"ref_answer_coefficient": 1.0}, "--ref-answer-coefficient goes with --use-ref-answers"),
         ({"use_ref_answers": True, "ref_answer_coefficient": -1.0}, "must not be negative"),
+        ({"use_ref_answers": True, "ref_answer_coefficient": float("inf")}, "must be finite"),
         ({"use_ref_answers": True, "algorithm": "sft"}, "needs --algorithm grpo without teachers"),
         (
             {"use_ref_answers": True, "environment": "verifiers:python tasks"},

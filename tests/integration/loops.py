@@ -40,6 +40,7 @@ WITHOUT_POPULATION = {"avg_format_reward", "avg_replaced_reward", "perc_timed_ou
     "judge_asked_again",
     "perc_judge_disagreements",
     "service_answers",
+    "avg_ref_reward",
     *("mfu", "mfu_computing", "peak_device_bytes", "peak_allocated_bytes"),  # of a CPU
     "seconds_copying",
 }

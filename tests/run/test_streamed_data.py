@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from scripted_run import make_config
 
+from async_grpo.check.finding import Setup
 from async_grpo.checkpoint.resume import Start
 from async_grpo.model.model_folder import check_model_folder
 from async_grpo.run.data import check_types, first_of_each_file, load_data, load_pairs, order_of
@@ -80,6 +81,8 @@ def test_a_line_that_is_met_later_is_left_out_and_counted(shards):
     asked = Counter(inputs(plan, range(1003)))
     assert asked == {LINES[0]["input"]: 1000, LINES[6]["input"]: 1, LINES[8]["input"]: 2}
     assert (plan.take_refused(), plan.take_refused()) == (1, 0)
+    questions, take_refused = pickle.loads(pickle.dumps((plan.questions, plan.take_refused)))
+    assert (take_refused(), questions[1001].input, take_refused()) == (0, LINES[8]["input"], 1)
 
 
 def test_questions_to_train_on_have_reference_answers_and_held_out_ones_none(shards):
@@ -134,6 +137,15 @@ def test_a_pattern_is_read_into_memory_too(shards):
     assert [each.input for each in plan.questions] == [line["input"] for line in LINES]
     with pytest.raises(DataError, match="must be an existing file or folder"):
         load_data(config_of(shards).but(data_path=f"{shards}/none-*.jsonl"), FACTS)
+
+
+def test_a_pattern_of_files_that_prepare_makes_is_not_looked_for_before(shards):
+    prepare = (("make.py", "--output", f"{shards}/made-0.jsonl"),)
+    setup = Setup(train=config_of(shards), workers=(), prepare=prepare)
+    assert setup.is_prepared(f"{shards}/made-*.jsonl")
+    assert not setup.is_prepared(f"{shards}/part-*.jsonl")
+    write(shards / "made-0.jsonl", LINES)
+    assert not setup.is_prepared(f"{shards}/made-*.jsonl")
 
 
 def test_teachers_of_types_need_a_file_for_each_type(shards):

@@ -1,5 +1,6 @@
 """Reference answers as members of their groups (--use-ref-answers): books, D and statistics."""
 
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -54,6 +55,19 @@ def test_its_reward_moves_the_baseline_of_its_group(options):
             assert sample.advantage == rewards[sample.index] - np.mean(rewards)
             moved += sample.advantage != unmoved.get((sample.ordinal, sample.index), 0.0)
     assert moved > 3
+
+
+@pytest.mark.parametrize(("options", "fate"), [(USED, "statistics"), (TRAINED, "trained")])
+def test_the_dump_has_it_with_its_reward_and_its_fate(options, fate, tmp_path):
+    own = {"output_dir": str(tmp_path), "dump_samples_filename": "samples.jsonl"}
+    script = Script(config=make_config(**options | own))
+    watched(script)
+    lines = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    given = {line["ordinal"]: line for line in lines if line["given"]}
+    assert len(lines) == SLOTS * (SIZE + 1) and len(given) == SLOTS
+    for ordinal, line in given.items():
+        assert (line["fate"], line["index"], line["advantage"]) == (fate, SIZE, None)
+        assert line["reward"] == script.reference(ordinal, 0)[SIZE]
 
 
 def test_a_group_of_its_reference_alone_has_failed():
