@@ -279,8 +279,17 @@ def test_questions_have_their_solve_rate_at_each_step(tmp_path):
         for ordinal, group in enumerate([(0, 0), (1, 0), (0, 1), (1, 1), (1, 1), (0, 0)])
         for index, reward in enumerate(group)
     ]
+    # A reference answer is listed, in no curve and in no rate.
+    lines.append(sample(5, 2, input="question 1", given=True, advantage=None, num_output_tokens=0))
 
     async def scene(tab):
+        curve = await tab.run(
+            "return means(page.every.filter((i) => !isGiven(i)), page.columns.reward)"
+        )
+        assert (
+            curve[-1] == [3, 0.5, 4]
+            and await tab.run("return page.whole.get('reward').at(-1)") == curve[-1]
+        )
         await tab.press("q")
         of_each = "return page.questions.map((row) => [row.samples, row.points, row.change])"
         rows = await tab.run(of_each)
@@ -300,9 +309,9 @@ def test_questions_have_their_solve_rate_at_each_step(tmp_path):
     )
     assert rows == [
         [6, [[1, 0, 2], [2, 0.5, 2], [3, 1, 2]], 1],
-        [6, [[1, 0.5, 2], [2, 1, 2], [3, 0, 2]], -0.5],
+        [7, [[1, 0.5, 2], [2, 1, 2], [3, 0, 2]], -0.5],
     ]
-    assert "Solved50 % of 6 samples" in told and "question 1" in told
+    assert "Solved50 % of 7 samples" in told and "question 1" in told
     assert opened == "Step 3, slot 5, member 0"
     assert again == ["questions", "A question asked in 3 steps"]
     assert none == [0, 0]

@@ -22,6 +22,7 @@ NUMBERS = {
     "advantage": "d", "weight": "d", "batch": "I", "step": "I", "ordinal": "I", "question": "I",
     "num_input_tokens": "I", "num_output_tokens": "I", "num_trained_tokens": "I", "round": "I",
     "rank": "I", "oldest": "I", "attempt": "H", "index": "H",
+    "given": "H",
 }  # fmt: skip
 TRAINING = "training"  # among the names of sets
 CATEGORIES = ("set", "fate", "dataset_type", "verdict", "finish_reason", "adapter")
@@ -48,6 +49,7 @@ class Columns:
         """Append a sample; `place`: its step, and its round and rank if they are known."""
         known = {
             "set": TRAINING,
+            "given": False,
             **line,
             **place,
             "question": self._question(str(line.get("input") or "")),

@@ -20,8 +20,8 @@ function means(order, column) {
 
 function drawCharts() {
   page.every ??= Uint32Array.from({ length: page.header.num_samples }, (_, i) => i);
-  page.whole ??= new Map(CURVES.map(([name]) => [name, means(page.every.filter((i) => !isHeldOut(i)), page.columns[name])]));
-  const trained = page.passing.filter((i) => !isHeldOut(i)), heldOut = page.passing.filter(isHeldOut);
+  page.whole ??= new Map(CURVES.map(([name]) => [name, means(page.every.filter((i) => !isHeldOut(i) && !isGiven(i)), page.columns[name])]));
+  const trained = page.passing.filter((i) => !isHeldOut(i) && !isGiven(i)), heldOut = page.passing.filter(isHeldOut);
   const width = Math.max(el("charts").clientWidth / (innerWidth > 800 ? 3 : 1.15) - 20, 240);
   el("charts").replaceChildren(...CURVES.map(([name, title]) =>
     chart(title, means(trained, page.columns[name]), page.isFiltered ? page.whole.get(name) : [],

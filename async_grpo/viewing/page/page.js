@@ -111,6 +111,8 @@ function fillFilters() {
 
 const isHeldOut = (i) => page.header.labels.set[page.columns.set[i]] !== "training";
 
+const isGiven = (i) => page.columns.given[i] > 0;  // not sampled, though a reference answer has a reward
+
 /* Held-out questions have a number in each evaluation. */
 function addressOf(i) {
   const c = page.columns, place = `${c.ordinal[i]}.${c.attempt[i]}.${c.index[i]}`;

@@ -12,7 +12,7 @@ function byQuestion(order) {
     let row = rows.get(question[i]);
     if (!row) rows.set(question[i], row = { question: question[i], members: [], steps: new Map() });
     row.members.push(i);
-    if (Number.isNaN(reward[i])) continue;
+    if (Number.isNaN(reward[i]) || isGiven(i)) continue;
     const seen = row.steps.get(step[i]);
     if (seen) { seen[0] += reward[i] >= least; seen[1]++; } else row.steps.set(step[i], [Number(reward[i] >= least), 1]);
   }
