@@ -310,8 +310,9 @@ def _as_turn(question: Question) -> Turn:
 
 def without_references(group: Group) -> Group:
     """The group without its reference answer, which counts in the group's statistics alone."""
-    references = tuple(each for each in group.samples if each.episode.is_given)
     samples = tuple(each for each in group.samples if not each.episode.is_given)
+    given = (each for each in group.samples if each.episode.is_given)
+    references = tuple(replace(each, episode=each.episode.untrained()) for each in given)
     return replace(group, samples=samples, references=references) if references else group
 
 

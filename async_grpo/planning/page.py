@@ -296,6 +296,8 @@ def assumptions(plan: Plan) -> Iterator[str]:
         yield f"processes share {asked.fleet}: each is slowed {best.slowed:.2f} times"
     if asked.train.environments != {"single_turn"}:
         yield "episodes of several turns count as one: without --from-run their length is a guess"
+    if asked.train.objective.ref_answer_coefficient:
+        yield "reference answers are not modelled: ranks train one more sample of each question"
     yield "not modelled: failures, evaluation, checkpoints, preemption in engines"
 
 

@@ -67,6 +67,7 @@ def test_the_dump_has_it_with_its_reward_and_its_fate(options, fate, tmp_path):
     assert len(lines) == SLOTS * (SIZE + 1) and len(given) == SLOTS
     for ordinal, line in given.items():
         assert (line["fate"], line["index"], line["advantage"]) == (fate, SIZE, None)
+        assert (line["num_trained_tokens"] > 0) == (fate == "trained")
         assert line["reward"] == script.reference(ordinal, 0)[SIZE]
 
 
@@ -89,5 +90,6 @@ def test_of_the_statistics_alone_it_leaves_the_group():
     sampled = cut_sample()
     reference = replace(sampled, index=1, episode=reference_of(REFERRED[0]))
     group = without_references(Group(0, 0, (sampled, reference)))
-    assert (group.samples, group.references) == ((sampled,), (reference,))
+    (left,) = group.references
+    assert (group.samples, left.index, left.num_trained_tokens) == ((sampled,), 1, 0)
     assert without_references(plain := Group(0, 0, (sampled,))) is plain
