@@ -224,7 +224,8 @@ def _print_newest(run: Path, number: int) -> None:
     table.add_column("output", ratio=2)
     for line in Dump(run).newest(number):
         shown = (line["batch"], in_digits(line.get("reward")), line.get("num_output_tokens"))
-        texts = (line.get("finish_reason"), _shortened(line["input"]), _shortened(line["output"]))
+        ended = "given" if line.get("given") else line.get("finish_reason")
+        texts = (ended, _shortened(line["input"]), _shortened(line["output"]))
         table.add_row(*(Text("" if cell is None else str(cell)) for cell in (*shown, *texts)))
     rich.print(table)
 

@@ -236,6 +236,7 @@ def test_a_tokenizer_that_is_gone_leaves_numbers_and_asks_no_hub(tmp_path, monke
 def test_the_newest_samples_are_printed_as_a_table_without_what_a_terminal_obeys(tmp_path):
     lines = [sample(number, output=f"output {number}") for number in range(9)]
     lines[8]["output"] = "\x1b[31mred [bold]as it is[/bold]"
+    lines[7]["given"] = True  # a reference answer, say: nobody sampled it
     run = write_dump(
         tmp_path / "run", lines, tail=b'{"batch": 9, "ordi', evaluated=[held_out(3, 1)]
     )
@@ -243,6 +244,11 @@ def test_the_newest_samples_are_printed_as_a_table_without_what_a_terminal_obeys
     assert done.exit_code == 0, done.output
     found = [number for number in range(9) if f"output {number}" in done.output]
     assert found == [6, 7] and "question 8" in done.output
+    assert [
+        line.split("│")[4].strip()
+        for line in done.output.splitlines()
+        if ("│" in line and "output" in line) or "[bold]" in line
+    ] == ["stop", "given", "stop"]
     assert "[bold]as it is[/bold]" in done.output and "\x1b" not in done.output
     assert not (run / "rollouts.html").exists()
 
