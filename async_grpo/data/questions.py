@@ -169,7 +169,8 @@ class LineReader:
             return question
         pair = replace(self, max_tokens=self.longest_pair).given(row)
         answer = pair.completion_token_ids
-        return replace(question, reference_token_ids=answer, reference=pair.completion)
+        text = self.tokenizer.decode(answer.tolist(), skip_special_tokens=True)  # as of an engine
+        return replace(question, reference_token_ids=answer, reference=str(text))
 
     def pair(self, row: Mapping[str, object]) -> TrainingPair:
         """A prompt, read as `question` reads it, with a demonstrated completion.

@@ -17,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -32,9 +32,6 @@ from async_grpo.data.lines import (
     shard_paths,
 )
 from async_grpo.util.errors import DataError
-
-if TYPE_CHECKING:
-    pass
 
 logger = logging.getLogger(__name__)
 Record = TypeVar("Record")
@@ -191,9 +188,9 @@ class StreamedRecords(Sequence[Record]):
                 return record_of(value, build, source.columns)
             except MalformedLine as error:
                 self._refuse(first + own, f"{place}, {error}")
-        reason = self._refused[index]
         raise DataError(
-            f"{reason}; nor can any other of the {len(lines)} lines of its window be used"
+            f"{self._refused[index]}; nor can any other of the {len(lines)} lines of its window be "
+            "used: correct or remove them"
         )
 
     def __getstate__(self) -> dict[str, object]:
@@ -209,13 +206,9 @@ class StreamedRecords(Sequence[Record]):
         return self._kept[window]
 
     def _refuse(self, index: int, reason: str) -> None:
-        if index not in self._refused:
-            self._refused[index] = reason
-            level = logging.WARNING if len(self._refused) <= MAX_TOLD else logging.DEBUG
-            more = "" if len(self._refused) < MAX_TOLD else ": see metric refused_lines for more"
-            logger.log(
-                level, "a line is left out, the next of its window is taken: %s%s", reason, more
-            )
+        if index not in self._refused and len(self._refused) < MAX_TOLD:
+            logger.warning("a line is left out, and the next of its window taken: %s", reason)
+        self._refused[index] = reason
 
     def _check_first(self, number: int) -> None:
         source, build = self._sources[number]
