@@ -129,7 +129,7 @@ def _check_read(setup: Setup, read: DataRead) -> Iterator[Finding]:
     if read.problem is not None:
         yield from refused("data", read.problem)
         return
-    rest = "" if read.is_whole else " so far; the run checks the rest when it loads"
+    rest = "" if read.is_whole else " so far; the run checks the rest"
     yield Finding(
         "ok", "data", f"{what}: {read.num_lines} lines{rest}, {sizes.lengths_in_words(read)}"
     )

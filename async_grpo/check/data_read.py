@@ -129,7 +129,7 @@ def _read(part: Part, unread: DataRead) -> DataRead:
     return replace(
         unread,
         num_lines=len(lengths),
-        is_whole=is_whole,
+        is_whole=is_whole and not part.source.window,
         lengths=np.asarray(lengths, np.int64),
         firsts=firsts,
         problem=problem,

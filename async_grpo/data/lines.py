@@ -55,14 +55,20 @@ class MalformedLine(ValueError):
 
 
 def load_records(
-    source: DataSource, build: Build[Record], *, goes_on: Callable[[], bool] = lambda: True
+    source: DataSource,
+    build: Build[Record],
+    *,
+    goes_on: Callable[[], bool] = lambda: True,
+    limit: int | None = None,
 ) -> Iterator[Record]:
     """`build` of every line of the source, in order, one at a time, while `goes_on` returns true.
+
+    `limit`: of the first lines alone; None: of all.
 
     `build` may raise `MalformedLine`. Raises `DataError` naming the first few malformed lines, or
     when the source is missing, unreadable or empty.
     """
-    lines = takewhile(lambda _: goes_on(), _read_lines(source))
+    lines = islice(takewhile(lambda _: goes_on(), _read_lines(source)), limit)
     return build_all(lines, path=source.path, build=build, types=source.columns)
 
 

@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, islice
+from itertools import chain
 from typing import Any, Literal
 
 from async_grpo.algorithms.find import find_algorithm
@@ -18,7 +18,7 @@ from async_grpo.config.train_config import TrainConfig
 from async_grpo.data.lines import Build, load_records
 from async_grpo.data.order import QuestionStream, TypedQuestions, WindowStream
 from async_grpo.data.questions import LineReader, parse_column_mapping
-from async_grpo.data.shards import StreamedRecords
+from async_grpo.data.shards import NUM_CHECKED, StreamedRecords
 from async_grpo.data.table import GivenTable, PairTable, QuestionTable
 from async_grpo.model.model_folder import ModelFacts
 from async_grpo.types import GivenPair, Question, TrainingPair
@@ -44,8 +44,9 @@ class Part:
 
     def records(self, *, goes_on: Callable[[], bool] = lambda: True) -> Iterator[Any]:
         """Yield the record of every line while `goes_on` is true; raises `DataError`."""
-        records = load_records(self.source, self.build, goes_on=goes_on)
-        return islice(records, self.set.limit) if self.set and self.set.limit else records
+        few = NUM_CHECKED if self.source.window else None  # a run leaves out bad ones of the rest
+        limit = (self.set.limit or None) if self.set else few
+        return load_records(self.source, self.build, goes_on=goes_on, limit=limit)
 
 
 def parts_of(config: TrainConfig, facts: ModelFacts) -> tuple[Part, ...]:

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -154,9 +154,8 @@ def _load(config: GenerateConfig, facts: ModelFacts, tokenizer: Tokenizer) -> Qu
         max_tokens=room,
         mapping=parse_column_mapping(config.column_mapping),
     )
-    return QuestionTable.of(
-        islice(load_records(config.data, reader.question), config.limit or None)
-    )
+    records = load_records(config.data, reader.question, limit=config.limit or None)
+    return QuestionTable.of(records)
 
 
 @contextmanager

@@ -371,6 +371,15 @@ def test_a_question_has_its_reference_answer_where_it_is_asked_for(answer, write
         load(QuestionTable, "question", path, longest_pair=3)
 
 
+def test_of_the_first_lines_alone_none_that_is_malformed_is_passed_over(write):
+    path = write({"input": "a"}, {"input": None}, {"input": "b"}, {"no": 1})
+    reader = LineReader(tokenizer=LetterTokenizer(), vocab_size=100, max_tokens=9)
+    source = DataSource(path)
+    assert len(list(load_records(source, reader.question, limit=1))) == 1
+    with pytest.raises(DataError, match=r"line 2, column 'input': [^$]*correct or remove$"):
+        list(load_records(source, reader.question, limit=2))
+
+
 def test_with_reference_answers_every_line_must_have_one(write):
     path = write({"input": "a", "completion": "b"}, {"input": "a", "completion": None})
     with pytest.raises(DataError, match="line 2, column 'completion': expected non-empty text"):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from scripted_run import make_config
 
+from async_grpo.check.data_read import read_data
 from async_grpo.check.finding import Setup
 from async_grpo.checkpoint.resume import Start
 from async_grpo.model.model_folder import check_model_folder
@@ -93,6 +94,17 @@ def test_questions_to_train_on_have_reference_answers_and_held_out_ones_none(sha
         questions, held_out = load_data(config, FACTS)
         assert all(each.reference == "1 + 2" for each in questions)
         assert all(each.reference_token_ids is None for each in held_out)
+
+
+def test_a_check_reads_the_lines_that_a_run_checks_before_it_starts(shards):
+    good = [{**LINES[0], "n": number} for number in range(1000)]
+    config = config_of(shards).but(data_path=f"{shards}/many.jsonl")
+    write(shards / "many.jsonl", [*good, {"no": "input"}])
+    (read,) = read_data(Setup(train=config), FACTS)
+    assert (read.num_lines, read.problem, read.is_whole) == (1000, None, False)
+    write(shards / "many.jsonl", [*good[:-1], {"no": "input"}, good[0]])
+    (read,) = read_data(Setup(train=config), FACTS)
+    assert "line 1000, column 'input': expected non-empty text" in str(read.problem)
 
 
 def test_a_prompt_is_at_most_as_long_as_the_option_says(shards):
