@@ -177,7 +177,8 @@ def _train(run: LocalRun) -> None:
         environment, heads = stack.enter_context(run_processes.cluster_of(run, watched=(beside,)))
         nodes = _nodes(run) if run.ray_address else (HERE,)
         found = dispatches(run, nodes)
-        logger.info("starting workers (%s) and the trainer ...", in_words(run, found))
+        workers_too = f"workers ({in_words(run, found)}) and " if found else ""
+        logger.info("starting %sthe trainer ...", workers_too)
         workers: list[Watched] = [beside]
         names = [run_processes.name_of(run, each.worker) for each in found]
         run = dispatched(run, found)
