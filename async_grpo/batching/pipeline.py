@@ -17,8 +17,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-import numpy as np
-
 from async_grpo.batching.admission import StepKey
 from async_grpo.batching.failures import (
     Grading,
@@ -40,6 +38,7 @@ from async_grpo.batching.records import BatcherPlan, RegistryOf
 from async_grpo.batching.rounds import StepGroups
 from async_grpo.batching.scoring import SampleScoring
 from async_grpo.batching.statistics import StageClock
+from async_grpo.batching.supervised import reference_of, without_references
 from async_grpo.batching.teachers import PayloadBuffer, Teachers
 from async_grpo.config.roles import ENVIRONMENT, GENERATION, VERIFIER
 from async_grpo.environments.base import EpisodeFailed, FailureClass
@@ -57,7 +56,6 @@ from async_grpo.types import (
     Question,
     Sample,
     ServiceRequest,
-    TrainingPair,
     Turn,
     VerificationRequest,
     WeightsVersion,
@@ -151,10 +149,8 @@ class SlotPipeline:
         )
         kept, left_out = by_length_limit(samples, self._plan.config.sampling.length_limit_policy)
         group = await self.finish(Group(request.ordinal, request.attempt, kept), step)
-        group = replace(group, left_out=left_out)
-        if self._plan.config.objective.ref_answer_coefficient:
-            return group
-        return without_references(group)
+        are_trained = self._plan.config.objective.ref_answer_coefficient > 0
+        return replace(group if are_trained else without_references(group), left_out=left_out)
 
     async def finish(self, group: Group, step: StepKey) -> Group:
         """The group with scores, advantages and masks; a given one needs no advantages of its step.
@@ -189,8 +185,8 @@ class SlotPipeline:
         else:
             turns = await self._generate(request, oldest, account)
             episodes = tuple(Episode.of_turn(question.input_token_ids, turn) for turn in turns)
-            if question.reference_token_ids is not None:
-                episodes, turns = (*episodes, reference_of(question)), (*turns, _as_turn(question))
+            if reference := reference_of(question):
+                episodes, turns = (*episodes, reference[0]), (*turns, reference[1])
             with self._in_stage("verifying", len(turns)):
                 verdicts = await self.grading.verdicts(
                     tuple(
@@ -292,28 +288,6 @@ class SlotPipeline:
             yield
         finally:
             self.stages.add(stage, -num_samples, now_s=time.monotonic())
-
-
-def reference_of(question: Question) -> Episode:
-    """The episode of a question's reference answer, which was not sampled."""
-    assert question.reference_token_ids is not None, "--use-ref-answers"
-    pair = TrainingPair(question.input_token_ids, question.reference_token_ids)
-    return Episode.of_pair(pair, text=question.reference)
-
-
-def _as_turn(question: Question) -> Turn:
-    """The reference answer as rewards read an output."""
-    token_ids = question.reference_token_ids
-    assert token_ids is not None, "--use-ref-answers"
-    return Turn(token_ids, np.zeros(len(token_ids), np.float32), (), "stop", question.reference)
-
-
-def without_references(group: Group) -> Group:
-    """The group without its reference answer, which counts in the group's statistics alone."""
-    samples = tuple(each for each in group.samples if not each.episode.is_given)
-    given = (each for each in group.samples if each.episode.is_given)
-    references = tuple(replace(each, episode=each.episode.untrained()) for each in given)
-    return replace(group, samples=samples, references=references) if references else group
 
 
 def by_length_limit(samples: Samples, policy: str) -> tuple[Samples, Samples]:

@@ -1,4 +1,4 @@
-"""Pairs that are given, not sampled: the stream of an SFT run, or a slot of given pairs. Pure.
+"""What is given, not sampled: pairs of an SFT run or of a slot, and reference answers. Pure.
 
 SFT is the RL step with an advantage of 1. Every rank computes the same rounds from the same inputs
 and takes its own bins, so that ranks agree without communication.
@@ -7,6 +7,9 @@ and takes its own bins, so that ranks agree without communication.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
 
 from async_grpo.batching.admission import StepKey
 from async_grpo.batching.packing import (
@@ -27,6 +30,7 @@ from async_grpo.types import (
     Sample,
     StreamItem,
     TrainingPair,
+    Turn,
     Verdict,
     tally,
 )
@@ -123,3 +127,22 @@ def given_group(ordinal: int, pairs: Sequence[GivenPair]) -> Group:
         episode = Episode.of_pair(tokens, text=pair.completion)
         samples.append(Sample(ordinal, index, pair.question, episode, NOT_GRADED, advantage=0.0))
     return Group(ordinal, 0, tuple(samples))
+
+
+def reference_of(question: Question) -> tuple[Episode, Turn] | None:
+    """A question's reference answer as a member of its group, and as rewards read an output."""
+    token_ids = question.reference_token_ids
+    if token_ids is None:
+        return None
+    pair = TrainingPair(question.input_token_ids, token_ids)
+    episode = Episode.of_pair(pair, text=question.reference)
+    no_logprobs = np.zeros(len(token_ids), np.float32)
+    return episode, Turn(token_ids, no_logprobs, (), "stop", question.reference)
+
+
+def without_references(group: Group) -> Group:
+    """The group without its reference answer, which counts in the group's statistics alone."""
+    samples = tuple(each for each in group.samples if not each.episode.is_given)
+    given = (each for each in group.samples if each.episode.is_given)
+    references = tuple(replace(each, episode=each.episode.untrained()) for each in given)
+    return replace(group, samples=samples, references=references) if references else group

@@ -21,7 +21,7 @@ from trained import OPTIONS, make_learner
 from async_grpo.algorithms.base import Algorithm, LocalRules
 from async_grpo.algorithms.find import find_algorithm
 from async_grpo.algorithms.grpo import Grpo
-from async_grpo.batching.pipeline import without_references
+from async_grpo.batching.supervised import without_references
 from async_grpo.model.collate import collate
 from async_grpo.model.policy import hf_named_parameters
 from async_grpo.types import Group, Verdict

@@ -11,7 +11,8 @@ from scripted_run import REFERRED, make_config
 from test_histories import ends, samples_of, watched
 
 from async_grpo.batching.failures import SlotFailed
-from async_grpo.batching.pipeline import by_length_limit, reference_of, without_references
+from async_grpo.batching.pipeline import by_length_limit
+from async_grpo.batching.supervised import reference_of, without_references
 from async_grpo.types import Episode, Group, Sample, Verdict
 
 SIZE, SLOTS = 3, 4
@@ -73,7 +74,7 @@ def test_the_dump_has_it_with_its_reward_and_its_fate(options, fate, tmp_path):
 
 def test_a_group_of_its_reference_alone_has_failed():
     sampled = cut_sample()
-    reference = replace(sampled, index=1, episode=reference_of(REFERRED[0]))
+    reference = replace(sampled, index=1, episode=reference_of(REFERRED[0])[0])
     with pytest.raises(SlotFailed, match="all of its 1 outputs were cut"):
         by_length_limit((sampled, reference), "invalidate")
     (kept, zeroed), left_out = by_length_limit((reference, sampled), "zero_reward")
@@ -88,7 +89,7 @@ def cut_sample():
 
 def test_of_the_statistics_alone_it_leaves_the_group():
     sampled = cut_sample()
-    reference = replace(sampled, index=1, episode=reference_of(REFERRED[0]))
+    reference = replace(sampled, index=1, episode=reference_of(REFERRED[0])[0])
     group = without_references(Group(0, 0, (sampled, reference)))
     (left,) = group.references
     assert (group.samples, left.index, left.num_trained_tokens) == ((sampled,), 1, 0)
