@@ -375,6 +375,24 @@ def test_samples_are_chosen_and_searched_by_keyboard(tmp_path):
     assert chromium.visit(page, scene) == ([0, 1, 59, 58, 0], ["question", 2], 0)
 
 
+def test_an_advantage_is_explained_by_the_rewards_that_its_baseline_knew(tmp_path):
+    lines = [
+        sample(0, 0, reward=1.0, advantage=1 / 3),
+        sample(0, 1, reward=0.0, advantage=-2 / 3),
+        sample(0, 2, reward=0.0, advantage=0.0, fate="discarded"),  # by its length
+        sample(0, 3, reward=1.0, advantage=None, fate="statistics", given=True),
+    ]
+
+    async def scene(tab):
+        own = "{ advantage: page.columns.advantage[0] }"
+        return await tab.run(f"return advantageInWords(0, {{}}, {own})")
+
+    page = write(write_dump(tmp_path, lines, advantage="dr"))
+    name, formula, rewards = chromium.visit(page, scene)
+    assert (name, rewards) == ("Advantage", "rewards of the group: 1, 0, 1")
+    assert formula.startswith("A = r − mean = (1 − 0.66667) = 0.333333")
+
+
 def test_the_provenance_of_each_token_agrees_with_the_trainer(tmp_path):
     trained_run(tmp_path / "run", clip_low=0.1, clip_high=0.1)
 

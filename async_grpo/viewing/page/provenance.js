@@ -93,10 +93,11 @@ function showProvenance(i, told, rows, [at, t]) {
     ([name, ...text]) => make("tr", {}, make("th", { scope: "row" }, name), make("td", {}, ...text.map(part))))));
 }
 
-/* algorithms/grpo.py with the rewards of the group. */
+/* algorithms/grpo.py with the rewards of the group, without outputs that were left out of it. */
 function advantageInWords(i, told, own) {
   const n = (value) => number(value, 5), method = page.header.config.advantage;
-  const rewards = membersOf(i).map(shaped), size = rewards.length, centre = mean(rewards);
+  const counts = (k) => labelOf("fate", k) !== "discarded";
+  const rewards = membersOf(i).filter(counts).map(shaped), size = rewards.length, centre = mean(rewards);
   if (told.advantages || Number.isNaN(centre) || !["grpo", "dr", "rloo"].includes(method)) {
     return ["Advantage", `A = ${number(own.advantage, 7)}, of the algorithm`];
   }
