@@ -130,7 +130,7 @@ class Refusing(Graded):
 
 
 def test_why_an_episode_ended_is_one_line_that_steers_no_terminal(caplog):
-    caplog.set_level("INFO")
+    caplog.set_level("INFO", "async_grpo")
     graded = Refusing(Verdict("scored", 0.5, None, "", "", 0.0))
     asyncio.run(play(graded, Scripted([9]), make_request(num_samples=1)))
     assert r"no\x1b[2J\nINFO all is well" in caplog.text

@@ -189,7 +189,7 @@ def test_a_missing_service_is_named_with_who_asks_it_and_what_starts_it(look):
 
 def test_under_launch_nobody_is_told_to_start_a_worker(look, monkeypatch, caplog):
     monkeypatch.setenv(LAUNCH_LOGS, "run/logs")
-    caplog.set_level("INFO")
+    caplog.set_level("INFO", "async_grpo")
     with pytest.raises(DeadlineError, match=r"a generation worker, launch keeps the logs"):
         look(VERIFIER)
     assert caplog.messages == [

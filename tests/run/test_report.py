@@ -299,7 +299,7 @@ def result_of(batches, *outcomes, name="", newest=None, skipped=""):
 
 
 def test_an_evaluation_says_of_each_type_what_it_says_of_all(tmp_path, caplog):
-    caplog.set_level("INFO")
+    caplog.set_level("INFO", "async_grpo")
     outcomes = (
         QuestionOutcome("sums", 4, 2, 2.0),
         QuestionOutcome("sums", 4, 2, 2.0),
