@@ -1,6 +1,7 @@
 """Helpers that several rooms' tests import by name lie in these folders; no test asks a hub."""
 
 import gc
+import logging
 import os
 import sys
 from pathlib import Path
@@ -52,6 +53,12 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_finish() -> None:
     gc.freeze()  # millions of objects that live as long as the process: nobody looks at them again
     gc.enable()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """A command that ran in this process before has set how much the package logs."""
+    logging.getLogger("async_grpo").setLevel("NOTSET")
 
 
 class FilesTogether(LoadFileScheduling):
