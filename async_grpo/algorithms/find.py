@@ -58,12 +58,11 @@ def _check_ref_answers(config: TrainConfig, algorithm: Algorithm) -> None:
     """Raise `ConfigError` where no group could have a reference answer as a member."""
     if not config.objective.use_ref_answers:
         return
-    environments = {each.environment or config.data.environment for each in config.data.data_files}
-    if environments != {"single_turn"}:
+    if environments := config.data.environments - {"single_turn"}:
         raise config.refusal(
             "use_ref_answers",
             "needs questions that are answered once (--environment single_turn)",
-            f"leave it out, or {', '.join(sorted(environments - {'single_turn'}))}",
+            f"leave it out, or {', '.join(sorted(environments))}",
         )
     if not algorithm.takes_ref_answers:
         raise config.refusal(

@@ -102,8 +102,7 @@ class Slots:
             finally:
                 self.pipeline.sampled(account)
             kind = group.samples[0].question.dataset_type
-            sampled = (each for each in group.samples if not each.episode.is_given)
-            is_forced = all(sample.episode.is_forced for sample in sampled)
+            is_forced = all(sample.episode.is_forced for sample in group.sampled)
             self._limits.sampled(step.batch, dataset_type=kind, is_forced=is_forced)
             self.sums.add(step, group)
             if not group.is_replaced:

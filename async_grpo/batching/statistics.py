@@ -57,7 +57,7 @@ class SampleSums:
                 tokens_by_lag(sample.episode, batch=step.batch, max_staleness=most)
                 for sample in samples
             ]
-            sampled = [each for each in samples if not each.episode.is_given]
+            sampled = group.sampled
             if group.is_replaced:
                 sums = replaced_sums((*sampled, *group.left_out))
             else:

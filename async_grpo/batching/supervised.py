@@ -142,7 +142,6 @@ def reference_of(question: Question) -> tuple[Episode, Turn] | None:
 
 def without_references(group: Group) -> Group:
     """The group without its reference answer, which counts in the group's statistics alone."""
-    samples = tuple(each for each in group.samples if not each.episode.is_given)
     given = (each for each in group.samples if each.episode.is_given)
     references = tuple(replace(each, episode=each.episode.untrained()) for each in given)
-    return replace(group, samples=samples, references=references) if references else group
+    return replace(group, samples=group.sampled, references=references) if references else group

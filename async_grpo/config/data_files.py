@@ -261,12 +261,12 @@ class DataOptions(Options):
         """The training files: one for each type, or one whose lines may name their type."""
         types = parse_columns(self.columns)
         source = DataSource(self.data_path, self.data_split, self.data_config, types)
-        files = self.data or (DataFile(source=source),)
-        if self.data_order == "index":
-            return files
-        return tuple(
-            replace(file, source=replace(file.source, window=self.data_window)) for file in files
-        )
+        return self.data or (DataFile(source=source),)
+
+    @property
+    def window(self) -> int:
+        """`DataSource.window` of the training files."""
+        return self.data_window if self.data_order == "window" else 0
 
     @property
     def data_paths(self) -> str:
@@ -285,6 +285,11 @@ class DataOptions(Options):
     def rewards_of(self, dataset_type: str) -> tuple[str, ...]:
         """The rewards that grade the questions of a type; none: all that the verifiers have."""
         return self.file_of(dataset_type).rewards
+
+    @property
+    def environments(self) -> set[str]:
+        """Names of the environments that play training questions."""
+        return {each.environment or self.environment for each in self.data_files}
 
     def environment_of(self, dataset_type: str) -> str:
         """The name of the environment that plays the questions of a type."""

@@ -140,8 +140,7 @@ class TrainConfig:
     def environments(self) -> set[str]:
         """Names of the environments that play training or held-out questions."""
         of_sets = {each.environment for each in self.evaluation.eval if each.environment}
-        of_files = {each.environment or self.data.environment for each in self.data.data_files}
-        return of_sets | of_files
+        return of_sets | self.data.environments
 
     @property
     def teacher_routes(self) -> dict[str, str]:

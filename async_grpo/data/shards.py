@@ -16,7 +16,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import TypeVar
 
 import numpy as np
@@ -149,8 +149,7 @@ class StreamedRecords(Sequence[Record]):
         self._refused: dict[int, str] = {}  # by index, what is wrong with the line
         self._num_told = 0
         self._kept: OrderedDict[int, list[Line]] = OrderedDict()  # the lines of the latest windows
-        for number in range(len(sources)):
-            self._check_first(number)
+        self._check_first()
 
     def sizes(self, source: int) -> tuple[int, ...]:
         """Lines of each window of one source."""
@@ -210,10 +209,9 @@ class StreamedRecords(Sequence[Record]):
             logger.warning("a line is left out, and the next of its window taken: %s", reason)
         self._refused[index] = reason
 
-    def _check_first(self, number: int) -> None:
-        source, build = self._sources[number]
-        shards = [shard for shard in self._shards[number] if shard.num_lines]
-        most = max(1, NUM_CHECKED // max(1, len(shards)))
-        lines = (line for shard in shards for line in islice(shard.lines(), most))
-        for _ in build_all(lines, path=source.path, build=build, types=source.columns):
-            pass
+    def _check_first(self) -> None:
+        for (source, build), shards in zip(self._sources, self._shards, strict=True):
+            most = max(1, NUM_CHECKED // max(1, len(shards)))
+            lines = chain.from_iterable(islice(shard.lines(), most) for shard in shards)
+            for _ in build_all(lines, path=source.path, build=build, types=source.columns):
+                pass

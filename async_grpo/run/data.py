@@ -53,7 +53,8 @@ def parts_of(config: TrainConfig, facts: ModelFacts) -> tuple[Part, ...]:
     """The sources of a run, in the order of their records in the run's tables."""
     if find_algorithm(config).learns_from_pairs:
         build = line_reader(config, facts, max_tokens=_most(config, facts)).pair
-        found = [Part("train", config.data.data_files[0].source, build)]
+        source = replace(config.data.data_files[0].source, window=config.data.window)
+        found = [Part("train", source, build)]
         return (*found, *([Part("held out", config.held_out, build)] if config.held_out else []))
     return tuple(_question_parts(config, facts))
 
@@ -212,9 +213,9 @@ def _question_parts(config: TrainConfig, facts: ModelFacts) -> Iterator[Part]:
     for file in config.data.data_files:
         types = (file.type,) if file.type else ()
         own = replace(reader, types=types, mapping={**reader.mapping, **file.columns})
-        takes = config.objective.use_ref_answers
-        with_references = replace(own, longest_pair=_most(config, facts)) if takes else own
-        yield Part("train", file.source, with_references.question)
+        longest_pair = _most(config, facts) if config.objective.use_ref_answers else 0
+        source = replace(file.source, window=config.data.window)
+        yield Part("train", source, replace(own, longest_pair=longest_pair).question)
         if file.held_out:
             yield Part("held out", file.held_out, own.question)
     if config.held_out:

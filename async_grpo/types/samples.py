@@ -343,6 +343,11 @@ class Group:
     references: tuple[Sample, ...] = ()
 
     @property
+    def sampled(self) -> tuple[Sample, ...]:
+        """The members that are no reference answer, and no given pair."""
+        return tuple(sample for sample in self.samples if not sample.episode.is_given)
+
+    @property
     def is_given(self) -> bool:
         """Whether none of it was sampled: then it is not graded, and has no advantages."""
-        return all(sample.episode.is_given for sample in self.samples)
+        return not self.sampled

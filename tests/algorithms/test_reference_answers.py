@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from formulas import sample_loss, token_weight
+from formulas import group_advantages, sample_loss, token_weight
 from oracle import (
     make_config,
     oracle_logprobs,
@@ -16,6 +16,7 @@ from oracle import (
     relative_difference,
     tiny_model,
 )
+from test_mixed import denominator
 from trained import OPTIONS, make_learner
 
 from async_grpo.algorithms.base import Algorithm, LocalRules
@@ -68,19 +69,6 @@ def oracle_gradient(model, samples, config):
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-def denominator(samples, config):
-    if config.objective.aggregation == "token-mean":
-        return sum(sample.num_trained_tokens for sample in samples)
-    return len(samples)
-
-
-def advantages_by_hand(config):
-    """Of the sampled three, whose baseline knows the reference's reward."""
-    mean, spread = sum(REWARDS) / 4, np.std(REWARDS, ddof=1) + 1e-4
-    by = {"grpo": 1 / spread, "rloo": 4 / 3}[config.objective.advantage]
-    return [(reward - mean) * by for reward in REWARDS[:3]]
-
-
 @pytest.mark.parametrize("options", OBJECTIVES)
 @pytest.mark.parametrize("coefficient", [0.0, 0.7])
 def test_its_gradient_is_that_of_one_float64_pass(options, coefficient):
@@ -91,7 +79,8 @@ def test_its_gradient_is_that_of_one_float64_pass(options, coefficient):
     group = make_group(twin, seed=3, temperature=config.sampling.temperature)
     group = asyncio.run(LocalRules(learner.algorithm).finish_group(group))
     sampled = [s.advantage for s in group.samples[:3]]
-    assert sampled == pytest.approx(advantages_by_hand(config), rel=1e-12)
+    by_hand = group_advantages(REWARDS, config.objective.advantage)  # the baseline knows all four
+    assert sampled == pytest.approx(by_hand[:3], rel=1e-12)
     assert all(sample.contributes for sample in group.samples)
     samples = (group if coefficient else without_references(group)).samples
     assert len(samples) == 3 + (coefficient > 0)
