@@ -13,6 +13,8 @@ from xdist.scheduler import LoadFileScheduling
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # or Ray leaves a token in the home folder
+# Ray runs its workers at niceness 15: beside busy tests of other files an actor starts in minutes.
+os.environ.setdefault("RAY_worker_niceness", "0")
 HERE = Path(__file__).parent
 collect_ignore = ["bridges/agents", "bridges/tasksets"]  # of packages that are not installed here
 ONE_ENGINE = (

@@ -166,7 +166,8 @@ def start_gateway(
         token=token,
         max_model_len=min(info.max_model_len for info in engines),
     )
-    url = client.cluster.wait(gateway.url.remote(), timeout_s=deadlines.ANSWER_S, who="the gateway")
+    ready, seconds = gateway.url.remote(), deadlines.GATEWAY_READY_S
+    url = client.cluster.wait(ready, timeout_s=seconds, who="the gateway")
     file = Path(config.recording.output_dir, ADDRESS_FILE)
     file.unlink(missing_ok=True)
     file.touch(mode=0o600)

@@ -84,6 +84,7 @@ TOOL_SERVER_S = 30.0  # of a server of tools that is started or called up
 SERVER_PROBE_S = 5.0  # of the port of a server that was away
 
 # The gateway.
+GATEWAY_READY_S = 180.0  # of its process, which imports transformers while a run starts
 GATEWAY_HEAD_S = 10.0  # of a connection whose request has no head yet
 GATEWAY_BODY_S = 30.0  # of a request's body, which takes one of its places
 GATEWAY_ENDED_S = 5.0  # of requests that run when it ends
