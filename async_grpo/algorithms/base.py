@@ -232,8 +232,13 @@ class LocalRules:
 
     def _settled(self, group: Group) -> Group:
         """The group with masks, and with `contributes` False for samples that contribute zero."""
+        balances = (
+            self._algorithm.config.objective.balance_coefficient > 0
+        )  # whatever the advantage
         samples = tuple(
-            sample if self._algorithm.contributes(sample) else replace(sample, contributes=False)
+            sample
+            if self._algorithm.contributes(sample) or (balances and sample.num_trained_tokens)
+            else replace(sample, contributes=False)
             for sample in self._algorithm.mask(group.samples)
         )
         return replace(group, samples=samples)

@@ -202,6 +202,7 @@ def sampling_of(found: EvaluationSet, trained: SamplingContract) -> SamplingCont
         temperature=trained.temperature if found.temperature is None else found.temperature,
         max_tokens=found.max_tokens or trained.max_tokens,
         top_p=found.top_p,
+        with_experts=False,
     )
 
 

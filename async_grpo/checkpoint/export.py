@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from async_grpo.checkpoint.tensors import write_shards
-from async_grpo.model.policy import PolicyModel
+from async_grpo.model.policy import PolicyModel, as_stored
 from async_grpo.training.fsdp import iter_full_tensors
 from async_grpo.training.learner import Learner
 from async_grpo.training.ranks import Ranks
@@ -26,6 +27,7 @@ logger = logging.getLogger(__name__)
 SHARD_BYTES = 4 << 30
 # Config, tokenizer, templates, licence.
 COPIED_SUFFIXES = (".json", ".txt", ".jinja", ".model", ".tiktoken")
+Named = Iterable[tuple[str, Tensor]]
 INDEX_NAME = "model.safetensors.index.json"
 
 
@@ -37,10 +39,11 @@ def export_hf(policy: PolicyModel, *, source_folder: str, target: str) -> str:
     `target` is replaced. Returns, on every rank, the disk's error in words; empty without one.
     """
     tensors = iter_full_tensors(policy)
+    stored = (pair for own in tensors for pair in as_stored(policy.model, *own).items())
     reason = [""]
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
-            _write(tensors, Path(source_folder), Path(target))
+            _write(stored, _untrained(policy), Path(source_folder), Path(target))
         except (OSError, CheckpointError) as error:
             reason = [str(error)]
     for _ in tensors:  # gathering is collective: all ranks do it to the end, also after an error
@@ -50,13 +53,14 @@ def export_hf(policy: PolicyModel, *, source_folder: str, target: str) -> str:
     return reason[0]
 
 
-def _write(tensors: Iterable[tuple[str, Tensor]], source: Path, goal: Path) -> None:
+def _write(trained: Named, untrained: Named, source: Path, goal: Path) -> None:
     temporary = goal.with_name(f".{goal.name}.partial")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)
         _copy_descriptions(source, temporary)
-        _write_weights(tensors, temporary, dtype=_stored_dtype(source))
+        dtype = _stored_dtype(source)
+        _write_weights(chain(((n, t.to(dtype)) for n, t in trained), untrained), temporary)
         for path in [*temporary.iterdir(), temporary]:
             sync(path)
         shutil.rmtree(goal, ignore_errors=True)
@@ -64,6 +68,14 @@ def _write(tensors: Iterable[tuple[str, Tensor]], source: Path, goal: Path) -> N
         sync(goal.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)  # frees the disk for what is written next
+
+
+def _untrained(policy: PolicyModel) -> Iterator[tuple[str, Tensor]]:
+    """Buffers that a checkpoint has, such as the corrections of a router's scores."""
+    known = policy.model.state_dict(keep_vars=True)
+    for name, buffer in policy.model.named_buffers():
+        if name in known:
+            yield from as_stored(policy.model, name, buffer.cpu()).items()
 
 
 def _stored_dtype(source: Path) -> torch.dtype:
@@ -79,12 +91,10 @@ def _copy_descriptions(source: Path, folder: Path) -> None:
             shutil.copyfile(file, folder / file.name)
 
 
-def _write_weights(
-    tensors: Iterable[tuple[str, Tensor]], folder: Path, *, dtype: torch.dtype
-) -> None:
+def _write_weights(tensors: Named, folder: Path) -> None:
     """Write one safetensors file, or several with an index; at most one is in memory."""
     index: dict[str, str] = {}
-    stored = ((name, tensor.to(dtype).contiguous()) for name, tensor in tensors)
+    stored = ((name, tensor.contiguous()) for name, tensor in tensors)
     shards = list(write_shards(stored, folder, stem=".shard", max_bytes=SHARD_BYTES))
     total = len(shards)
     for number, (file, names) in enumerate(shards, 1):

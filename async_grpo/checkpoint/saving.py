@@ -189,6 +189,7 @@ class Checkpoints:
         options = self._config.options()
         state = {
             "clocks": dataclasses.asdict(self._learner.step.clocks),
+            "expert_shares": self._learner.step.expert_shares,
             "report": self._report.state(),
             "exports": self._exports.state(),
             "resume": dataclasses.asdict(end.resume) if end.resume else None,

@@ -152,6 +152,7 @@ def restore_learner(learner: Learner, start: Start) -> None:
     assert start.folder and start.manifest
     reshard(learner.policy)
     learner.step.clocks = start.clocks
+    learner.step.expert_shares = start.state.get("expert_shares")
     if start.clocks.steps:
         _begin_moments(learner)
     saved_by_as_many = start.manifest.world_size == dist.get_world_size()

@@ -76,6 +76,8 @@ class ObjectiveOptions(Options):
     """estimator of the KL penalty; k3_iw: weighted by the policy ratio; k1: in the reward"""
     entropy_coefficient: float = option(0.0)
     """weight of the entropy bonus"""
+    balance_coefficient: float = option(0.0)
+    """weight of the loss that balances the experts of a mixture; all samples are sent then"""
 
     overlong_buffer_tokens: int = option(0)
     """outputs longer than --max-generation-tokens less this lose reward (DAPO); 0: off"""

@@ -67,6 +67,9 @@ class SamplingOptions(Options):
     is dropped, which favours short ones; 0: any number"""
     episode_timeout_s: float = option(0.0)
     """the same of a whole episode"""
+    routing_replay: str = option("auto", choices=("auto", "on", "off"))
+    """train a mixture of experts with the experts that the engine chose: where engines tell them,
+    always (samples without them are refused), or never"""
     constrained_outputs: bool = option(False)
     """let agents ask for JSON by a schema: what a grammar samples is not the policy's own, and not
     trained; without it such answers are sampled freely, and trained"""

@@ -25,6 +25,7 @@ from async_grpo.environments.judging import VerdictForm
 from async_grpo.types import (
     Episode,
     EpisodesRequest,
+    Experts,
     GenerationRequest,
     GradingRequest,
     JudgeRequest,
@@ -65,6 +66,7 @@ class _OpenRow:
         self._logprobs: list[NDArray[np.float32]] = []
         self._mask: list[NDArray[np.bool_]] = []
         self._spans: list[tuple[int, Turn]] = []  # where each turn begins in the output
+        self._experts: Experts | None = None  # of the history up to its last token but one
 
     def is_prefix_of(self, token_ids: NDArray[np.int32]) -> bool:
         return np.array_equal(token_ids[: len(self.history)], self.history)
@@ -80,8 +82,17 @@ class _OpenRow:
         self._mask += [np.zeros(num_read, np.bool_), is_trained]
         start = len(token_ids) - self._num_prompt
         self._spans.append((start, turn))
+        self._experts = self._with_experts_of(turn)
         self.history = np.concatenate([token_ids, turn.token_ids])
         return start
+
+    def _with_experts_of(self, turn: Turn) -> Experts | None:
+        """Those of each token when it was first computed; None once a turn does not tell them."""
+        known = self._experts
+        if turn.experts is None or (known is None and self._spans[1:]):
+            return None
+        before = turn.experts[:0] if known is None else known
+        return np.concatenate([before, turn.experts[len(before) :]])
 
     def row(self) -> Row:
         return Row(
@@ -94,6 +105,7 @@ class _OpenRow:
                 for start, turn in self._spans
                 for span in turn.weights_versions
             ),
+            experts=self._experts,
         )
 
 
@@ -150,7 +162,9 @@ class EpisodePolicy:
                 f"{self.max_row_tokens}"
             )
         stop_ids = tuple(dict.fromkeys((*self._sampling.stop_token_ids, *stop)))
-        sampling = SamplingContract(self._sampling.temperature, stop_ids, longest, grammar=grammar)
+        sampling = replace(
+            self._sampling, stop_token_ids=stop_ids, max_tokens=longest, grammar=grammar
+        )
         prefer = self._turns[-1].worker_id if self._turns else ""
         turn = await self._generate(history, sampling, prefer)
         turn = cut(turn) if cut else turn

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields, replace
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from async_grpo.types import PackedMinibatch, Sample, token_weight
+from async_grpo.types import Experts, PackedMinibatch, Sample, token_weight
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,6 +32,7 @@ class _Row:
     scores: Mapping[str, NDArray[np.generic]] = field(default_factory=dict)  # [L] or [L, K]
     is_first: bool = True  # of its sample
     is_given: bool = False  # of a given pair: it was not sampled
+    experts: Experts | None = None  # see `Row`
 
 
 def collate(
@@ -66,11 +68,15 @@ def collate_pairs(
     *,
     share_prompts: bool = False,
     dtype: torch.dtype = torch.float32,
+    experts: Sequence[Experts | None] | None = None,
 ) -> PackedMinibatch:
-    """Pack (prompt ids, output ids) so that every output token is scored, each with weight 1."""
+    """Pack (prompt ids, output ids) so that every output token is scored, each with weight 1.
+
+    `experts`: of each pair, as `Row.experts`.
+    """
     rows = [
-        _Row(prompt, output, np.arange(len(output)), behaviour=_zeros(len(output)))
-        for prompt, output in pairs
+        _Row(prompt, output, np.arange(len(output)), behaviour=_zeros(len(output)), experts=own)
+        for (prompt, output), own in zip(pairs, experts or repeat(None), strict=False)
     ]
     return _pack(rows, dtype, share_prompts=share_prompts) if rows else _filler(dtype, {})
 
@@ -109,6 +115,7 @@ def _rows(
             },
             is_first=part.row == 0,
             is_given=row.logprobs is None,
+            experts=row.experts,
         )
 
 
@@ -164,7 +171,23 @@ def _pack(
         ),
         repeat_index=_ids([repeat_index]) if is_shared else None,
         first_index=_ids([first_index]) if is_shared else None,
+        experts=_experts(rows, lengths, first_index),
     )
+
+
+def _experts(
+    rows: Sequence[_Row], lengths: NDArray[np.intp], first_index: NDArray[np.intp]
+) -> Tensor | None:
+    """The choices [T, K] of all tokens of the row, -1 where none are known; None if all are."""
+    known = next((row.experts for row in rows if row.experts is not None), None)
+    if known is None:
+        return None
+    whole = np.full((lengths.sum(), known.shape[1]), -1, np.int16)
+    for row, end, length in zip(rows, np.cumsum(lengths), lengths, strict=True):
+        if row.experts is not None:
+            own = row.experts[:length]
+            whole[end - length :][: len(own)] = own
+    return torch.from_numpy(whole[first_index])
 
 
 def _places(
@@ -175,6 +198,8 @@ def _places(
     places, end = [], 0
     for row, length in zip(rows, lengths, strict=True):
         key = row.prompt.tobytes() if share_prompts and length >= len(row.prompt) else b""
+        if key and row.experts is not None:  # computed with other experts it is another prompt
+            key += row.experts[: len(row.prompt)].tobytes()
         prompt = prompts.get(key, np.arange(0))
         place = np.concatenate([prompt, np.arange(end, end + length - len(prompt))])
         if key:

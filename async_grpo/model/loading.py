@@ -30,7 +30,11 @@ logger = logging.getLogger(__name__)
 CPU = torch.device("cpu")
 LENGTHS = (4, 3, 2)  # a prompt, and outputs of two of its samples
 VOCAB_SIZE = 64
-SMALL = {"intermediate_size": 64, "vocab_size_per_layer_input": 64, "sliding_window": 3}
+SMALL = {
+    "intermediate_size": 64, "vocab_size_per_layer_input": 64, "sliding_window": 3,
+    "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64,
+}  # fmt: skip
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 TOLERANCE = 1e-3  # nats in float32, where wrong attention differs by tenths
 HALF_TOLERANCE = 0.02  # nats in bf16 and fp16, if that is more than
 TIMES_EAGER = 4  # times the error of plain attention in that type
@@ -119,10 +123,11 @@ def _load_whole(
 
 
 def _read_config(path: str) -> PreTrainedConfig:
-    """The config without dropout, which would make trainer and engine differ."""
+    """The config without dropout and noise, which would make trainer and engine differ."""
     config = read_config(Path(path))
     for name, value in vars(config).items():
-        if "drop" in name and isinstance(value, float) and value > 0:
+        is_random = "drop" in name or "jitter" in name
+        if is_random and isinstance(value, float) and value > 0:
             logger.info("%s=%s of the model's config is switched off", name, value)
             setattr(config, name, 0.0)
     return config
@@ -189,6 +194,11 @@ def small_model(config: PreTrainedConfig) -> PreTrainedModel:
             setattr(small, name, min(value, SMALL[name]))
     small.num_hidden_layers = len(kept)
     small.vocab_size = VOCAB_SIZE
+    chosen = getattr(config, "num_experts_per_tok", None) or 1
+    least = 2 * max(chosen, getattr(config, "n_group", None) or 1)  # a choice, also of groups
+    for name in EXPERTS:
+        if isinstance(count := getattr(config, name, None), int):
+            setattr(small, name, min(count, least))
     small.pad_token_id = None  # would be a row of the embedding
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)

@@ -25,7 +25,6 @@ LONGROPE = ("longrope", "su")  # its name, and its name in older configs
 ORIGINAL = "original_max_position_embeddings"
 OF_SEVERAL_INPUTS = "ForConditionalGeneration"  # the end of such a class's name in transformers
 OF_SEQUENCES = "ForSequenceClassification"  # the end of a classifier's
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 # A text that differs by how a tokenizer treats cases, accents, digits, spaces, scripts and code.
 PROBE = (
     "Use 2 9 8 to make 15:\n  8-2+9 = 15.\n\nThe   THE the\tcafé cafe\u0301 naïve ﬁ 12345 3.14 "
@@ -236,12 +235,6 @@ def _check_architecture(config: PreTrainedConfig, path: Path) -> None:
         raise UnfitModel(
             f"the model must take text alone, {path} is a {several[0]}, of images or sound: use "
             "a text model of its family"
-        )
-    counts = {name: getattr(config, name, None) or 0 for name in EXPERTS}
-    if experts := {name: count for name, count in counts.items() if count > 1}:
-        raise UnfitModel(
-            f"mixture-of-experts models cannot be trained yet, {path} has experts {experts}: use a "
-            "dense model"
         )
     rescaling_of(config)
     if getattr(config, "quantization_config", None) is not None:

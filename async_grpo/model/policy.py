@@ -13,9 +13,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from async_grpo.devices.bill import ModelShape
 from async_grpo.model.attention import PACKED
+from async_grpo.model.experts import Routing
 from async_grpo.model.lm_head import Head, rescaling_of
 from async_grpo.model.logprobs import HeadTerm, TokenLogprobs, token_logprobs
 from async_grpo.model.model_folder import read_config
@@ -33,6 +35,7 @@ class PolicyModel(nn.Module):
         self.model = model
         self._rescaling = rescaling_of(model.config)
         self.compile_logprobs = False  # compile what is computed of each chunk's logits
+        self.routing = Routing.of(model)  # None: no mixture of experts
 
     def forward(
         self,
@@ -58,6 +61,8 @@ class PolicyModel(nn.Module):
         """The last hidden states [N, H], of which the head predicts `packed.target_ids`."""
         if packed.repeat_index is not None and not self.shares_prompts:
             raise ValueError(f"prompts may be shared with {PACKED} attention only: collate without")
+        if self.routing is not None:
+            self.routing.begin(packed)
         states: Tensor = self.model.base_model(
             input_ids=packed.input_ids[None],
             position_ids=packed.position_ids[None],
@@ -96,11 +101,22 @@ def hf_named_parameters(policy: PolicyModel) -> Iterator[tuple[str, Tensor]]:
     yield from policy.model.named_parameters()
 
 
+def as_stored(model: PreTrainedModel, name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """A parameter as the files of a checkpoint have it, {name: view or copy}.
+
+    transformers joins the experts of a layer, and renames some parameters; files, and engines, have
+    one tensor an expert and projection.
+    """
+    return dict(revert_weight_conversion(model, {name: tensor}))
+
+
 @dataclass(frozen=True, slots=True)
 class ModelSize:
     """The numbers that determine the FLOPs of a forward pass."""
 
-    num_parameters: int  # in matrix products: with the output layer, without the embedding
+    num_parameters: (
+        int  # a token's: with the output layer and chosen experts, without the embedding
+    )
     head_parameters: int  # of these, those of the output layer, used by scored tokens alone
     num_layers: int
     attention_width: int  # heads * head size
@@ -118,17 +134,27 @@ def size_of(model: PreTrainedModel) -> ModelSize:
     """The size of a model, sharded or not."""
     config = model.config
     embedding, output = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    body = [p for p in model.parameters() if p is not embedding and p is not output]
+    body = [
+        (p.numel() * share) for p, share in _active(model) if p is not embedding and p is not output
+    ]
     num_layers = config.num_hidden_layers
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * num_layers
     return ModelSize(
-        num_parameters=sum(p.numel() for p in body) + output.numel(),
+        num_parameters=round(sum(body)) + output.numel(),
         head_parameters=output.numel(),
         num_layers=num_layers,
         attention_width=config.num_attention_heads * _head_size(config),
         windows=(window,) * kinds.count("sliding_attention") if window else (),
     )
+
+
+def _active(model: PreTrainedModel) -> Iterator[tuple[Tensor, float]]:
+    """Each parameter and the share of it that one token's products use: that of chosen experts."""
+    chosen = getattr(model.config, "num_experts_per_tok", None) or 1
+    for name, parameter in model.named_parameters():
+        is_of_experts = ".experts." in name and parameter.ndim == 3
+        yield parameter, min(1.0, chosen / len(parameter)) if is_of_experts else 1.0
 
 
 def training_flops(size: ModelSize, packed: PackedMinibatch) -> float:
@@ -153,6 +179,15 @@ def _head_size(config: PreTrainedConfig) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
+def _intermediate(config: PreTrainedConfig, routing: Routing | None) -> int:
+    """Numbers between the projections of a token's MLP, or of its chosen experts together."""
+    dense: int = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    if routing is None:
+        return dense
+    of_experts: int = routing.top_k * (getattr(config, "moe_intermediate_size", None) or dense)
+    return of_experts + (getattr(config, "shared_expert_intermediate_size", None) or 0)
+
+
 def model_shape(policy: PolicyModel) -> ModelShape:
     """The inputs of the memory bill for a policy, whose parameters may be meta tensors."""
     config = policy.model.config
@@ -166,7 +201,7 @@ def model_shape(policy: PolicyModel) -> ModelShape:
         root_parameters=total - sum(layers),
         num_layers=len(layers),
         hidden=config.hidden_size,
-        intermediate=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+        intermediate=_intermediate(config, policy.routing),
         query_width=num_heads * head_size,
         key_width=(getattr(config, "num_key_value_heads", None) or num_heads) * head_size,
         num_heads=num_heads,

@@ -25,11 +25,12 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from async_grpo.model.model_folder import read_config
-from async_grpo.model.policy import PolicyModel, hf_named_parameters
+from async_grpo.model.policy import PolicyModel, as_stored, hf_named_parameters
 from async_grpo.util.errors import UnfitModel
 
 Files = dict[str, Path]  # by the name of a tensor
 MAX_VALUES = 1 << 20  # of each tensor that `check_weights` reads
+FIRST_EXPERT = ".experts.0."
 LAYER = re.compile(r"\.\d+\.")
 
 
@@ -75,7 +76,12 @@ def misfit(policy: PolicyModel, files: Files) -> str:
     """Why the files cannot fill the outlined policy name by name; empty if they can."""
     if not files:
         return f"there is no {SAFE_WEIGHTS_NAME}"
-    needed = [name for name, _ in hf_named_parameters(policy)]
+    needed: list[str] = []
+    for name, parameter in hf_named_parameters(policy):
+        stored = as_stored(policy.model, name, parameter)
+        if len(stored) == 1 and {each.shape for each in stored.values()} != {parameter.shape}:
+            return f"{name} is stored in another form"
+        needed += stored
     if absent := [name for name in needed if name not in files]:
         return f"{len(absent)} of {len(needed)} parameters have other names, first {absent[0]}"
     return ""
@@ -90,13 +96,26 @@ def fill(policy: PolicyModel, files: Files) -> None:
     """
     own = dict(hf_named_parameters(policy))
     for name, parameter in own.items():
-        read_into(local_part(parameter), parameter, name, files[name])
+        _fill_one(policy.model, name, parameter, files)
     for name, buffer in policy.model.named_buffers():
         if name in files:
             read_into(buffer, buffer, name, files[name])
     for name, source in policy.model.all_tied_weights_keys.items():
         if name in files and name not in own:
             _check_tie(own[source], name, source, files[name])
+
+
+def _fill_one(model: PreTrainedModel, name: str, parameter: Tensor, files: Files) -> None:
+    local, whole = local_part(parameter), torch.empty(parameter.shape, device="meta")
+    stored = [*as_stored(model, name, whole)]
+    if len(stored) == 1:
+        read_into(local, parameter, stored[0], files[stored[0]])
+        return
+    first = _slices(parameter)[0].start
+    for number, expert in enumerate(local):  # a view, as are its parts
+        for part, view in as_stored(model, name, expert[None]).items():
+            own = part.replace(FIRST_EXPERT, f".experts.{first + number}.")
+            read_into(view, view, own, files[own])
 
 
 def read_into(target: Tensor, whole: Tensor, name: str, file: Path) -> None:
@@ -166,7 +185,11 @@ def check_weights(path: str, *, seconds: float) -> str:
     if not files:  # names in pytorch_model.bin are unknown before it is loaded
         return ""
     model = outline(read_config(Path(path)), attention="eager", dtype=torch.float32)
-    wanted = {name: list(each.shape) for name, each in model.named_parameters()}
+    wanted = {
+        stored: list(part.shape)
+        for name, each in model.named_parameters()
+        for stored, part in as_stored(model, name, each).items()
+    }
     if wanted.keys().isdisjoint(files):  # old names, which transformers translates
         return ""
     part = f"{model.base_model_prefix}."

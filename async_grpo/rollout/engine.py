@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 import time
 from collections.abc import Awaitable, Iterator
 from dataclasses import dataclass, replace
@@ -23,17 +24,26 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.exceptions import VLLMValidationError
 from vllm.inputs import tokens_input
+from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.rollout import vllm_requests, weights_update
 from async_grpo.rollout.engine_args import USAGE, engine_args
-from async_grpo.types import GenerationRequest, Pulse, Turn, WeightsSnapshot, WeightsVersion
+from async_grpo.types import (
+    Experts,
+    GenerationRequest,
+    Pulse,
+    Turn,
+    WeightsSnapshot,
+    WeightsVersion,
+)
 from async_grpo.util import deadlines
 from async_grpo.util.errors import WeightSyncError, WorkerError
 from async_grpo.weight_sync.buckets import check_whole
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 UNPUBLISHED = "default"  # vLLM's name for the weights it read from the folder
@@ -57,6 +67,7 @@ class Loaded:
     canary: tuple[NDArray[np.float32], ...]
     canary_problem: str  # what cannot be checked, and why; the weights serve nevertheless
     received_bytes: int = 0  # from the object store
+    canary_experts: tuple[Experts, ...] = ()  # see `WeightsAck`
 
 
 class EngineBrokenError(WorkerError):
@@ -80,6 +91,7 @@ class Engine:
         self._shares_prompts = config.enable_prefix_caching
         self._keeps_caches = config.keep_kv_cache
         self._has_read_back = False  # has asked once which weights it cannot read back
+        self._is_capturing = not model_config.is_moe  # its choices of experts, or has none
 
     @property
     def is_dead(self) -> bool:
@@ -121,6 +133,15 @@ class Engine:
             del self._running[request_id]
         self._delay.ended(began_at=running.began_at)
         return tuple(vllm_requests.read_completion(output) for output in final.outputs)
+
+    async def _capture(self) -> None:
+        """Let the engine tell which experts it chooses, before its first weights are served."""
+        if self._is_capturing or not current_platform.is_cpu():  # elsewhere by `engine_args`
+            return
+        self._is_capturing = True
+        reasons = await self._transfer("capture", self._llm.collective_rpc("capture_experts"))
+        if reason := next(filter(None, reasons), ""):
+            logger.warning("this engine does not tell which experts it chooses: %s", reason)
 
     def _check_length(self, request: GenerationRequest) -> None:
         num_prompt, num_output = len(request.input_token_ids), request.sampling.max_tokens
@@ -206,6 +227,7 @@ class Engine:
         Raises:
             EngineBrokenError: the loading failed, or did not end in time.
         """
+        await self._capture()
         canary, paused_at = vllm_requests.CanaryPass(self._llm, snapshot.canary), time.monotonic()
         try:
             async with asyncio.timeout(timeout_s):
@@ -229,7 +251,9 @@ class Engine:
             scores = await canary.scores()
         recomputed, kept = (0, cached) if self._keeps_caches else (cached, 0)
         problem = canary.problem or await self._readback_problem()
-        return Loaded(pause_seconds, recomputed, kept, scores, problem)
+        return Loaded(
+            pause_seconds, recomputed, kept, scores, problem, canary_experts=canary.experts
+        )
 
     async def _readback_problem(self) -> str:
         """After the first update: which weights of later ones `Readback` cannot check."""
@@ -255,6 +279,7 @@ class Engine:
         Raises:
             EngineBrokenError: the engine died, or does not answer.
         """
+        await self._capture()
         # The pause sends what was sampled under the old name, which the scheduler holds back.
         pausing = self._llm.pause_generation(mode="keep", clear_cache=False)
         await self._transfer("pause_generation", pausing)

@@ -20,7 +20,7 @@ from async_grpo.model.model_folder import longrope_positions
 from async_grpo.rollout.scheduler import KEEP
 from async_grpo.util.errors import ConfigError
 
-EXTENSION = "async_grpo.weight_sync.vllm_extension.WeightsExtension"
+EXTENSION = "async_grpo.rollout.expert_choices.WorkerExtension"
 TRANSFER_BACKEND = "staged_file"
 SCHEDULER: str | None = "async_grpo.rollout.scheduler.make_scheduler"
 # vLLM chooses defaults by it: without a server an engine on a device would get 2048 prompt tokens a
@@ -63,10 +63,12 @@ def engine_args(config: WorkerConfig) -> AsyncEngineArgs:
         args.runner, args.scheduler_cls, args.scheduling_policy = "pooling", None, "fcfs"
     if on_cpu:
         _fit_to_cpu(args, config)
-    elif share := config.memory_share or share_for_cache(
-        config, device_bytes=current_platform.get_device_total_memory
-    ):
-        args.gpu_memory_utilization = share
+    else:
+        args.enable_return_routed_experts = args.create_model_config().is_moe
+        if share := config.memory_share or share_for_cache(
+            config, device_bytes=current_platform.get_device_total_memory
+        ):
+            args.gpu_memory_utilization = share
     set_engine_options(args, config.engine_options)
     return args
 

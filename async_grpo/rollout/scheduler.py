@@ -30,16 +30,21 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from async_grpo.rollout.expert_choices import ReturnsExperts
+
 KEEP = "keep_kv_cache"  # in vLLM's `additional_config`
 # An output with any other field is not held back: that belongs to its tokens alone.
-MERGED = {"request_id", "new_token_ids", "new_logprobs", "prefill_stats", "trace_headers"}
+MERGED = {
+    "request_id", "new_token_ids", "new_logprobs", "prefill_stats", "trace_headers",
+    "routed_experts",
+}  # fmt: skip
 NO_PARTICULARS = {"finish_reason", "stop_reason", "num_nans_in_logits"}
 PARTICULARS = tuple({*EngineCoreOutput.__struct_fields__} - MERGED - NO_PARTICULARS)
 Mixin: Any = object  # lets mypy accept that the mixins below call a scheduler's methods
 
 
 def make_scheduler(*, vllm_config: VllmConfig, **arguments: object) -> Scheduler:
-    """The scheduler that vLLM would choose, with the two mixins."""
+    """The scheduler that vLLM would choose, with the mixins."""
     is_async = vllm_config.scheduler_config.async_scheduling
     scheduler = WholeOutputsAsyncScheduler if is_async else WholeOutputsScheduler
     return scheduler(vllm_config=vllm_config, **arguments)
@@ -131,6 +136,7 @@ class _Held:
     token_ids: array[int] = field(default_factory=lambda: array("i"))
     logprobs: array[float] = field(default_factory=lambda: array("f"))
     ranks: array[int] = field(default_factory=lambda: array("i"))
+    experts: list[np.ndarray] = field(default_factory=list)  # of further tokens each
 
     def add(self, output: EngineCoreOutput) -> None:
         self.token_ids.extend(output.new_token_ids)
@@ -140,6 +146,9 @@ class _Held:
             self.logprobs.extend(logprobs[:, 0].tolist())
             self.ranks.extend(ranks.tolist())
             output.new_logprobs = None
+        if output.routed_experts is not None:
+            self.experts.append(output.routed_experts)
+            output.routed_experts = None
 
     def whole(self, last: EngineCoreOutput) -> EngineCoreOutput:
         """`last`, which has been added, with the tokens of all outputs."""
@@ -150,6 +159,8 @@ class _Held:
                 np.array(self.logprobs, np.float32)[:, None],
                 np.array(self.ranks, np.int32),
             )
+        if self.experts:
+            last.routed_experts = np.concatenate(self.experts)
         last.prefill_stats = last.prefill_stats or self.first.prefill_stats
         return last
 
@@ -188,11 +199,11 @@ class KeptCaches(Mixin):
         return True
 
 
-class WholeOutputsScheduler(WholeOutputs, KeptCaches, Scheduler):
+class WholeOutputsScheduler(WholeOutputs, KeptCaches, ReturnsExperts, Scheduler):
     """Schedules one step at a time, as on a CPU."""
 
 
-class WholeOutputsAsyncScheduler(WholeOutputs, KeptCaches, AsyncScheduler):
+class WholeOutputsAsyncScheduler(WholeOutputs, KeptCaches, ReturnsExperts, AsyncScheduler):
     """Schedules the next step while one runs."""
 
 

@@ -17,8 +17,10 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
+from async_grpo.rollout.expert_choices import WANTED
 from async_grpo.types import (
     CanaryRow,
+    Experts,
     GenerationRequest,
     RequestPulse,
     Turn,
@@ -52,6 +54,7 @@ def sampling_params(request: GenerationRequest) -> SamplingParams:
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
         structured_outputs=grammar,
+        extra_args={WANTED: True} if sampling.with_experts else None,
     )
 
 
@@ -66,7 +69,10 @@ def read_completion(output: CompletionOutput) -> Turn:
     """The output with an empty text; raises `WorkerError` when it cannot be trained on."""
     token_ids = np.asarray(output.token_ids, dtype=np.int32)
     logprobs, versions = read_logprobs(output), _version_spans(output)
-    return Turn(token_ids, logprobs, versions, output.finish_reason, text="")
+    experts = output.routed_experts
+    if experts is not None:  # [P+L-1, layers, chosen]
+        experts = experts.reshape(len(experts), -1)
+    return Turn(token_ids, logprobs, versions, output.finish_reason, text="", experts=experts)
 
 
 def read_logprobs(output: CompletionOutput) -> NDArray[np.float32]:
@@ -116,6 +122,7 @@ class CanaryPass:
         self._rows = rows
         self._answers: list[RequestOutputCollector] = []
         self.problem = ""
+        self.experts: tuple[Experts, ...] = ()  # see `WeightsAck`
 
     async def queue(self) -> None:
         """Put the rows at the front of the engine's queue; the engine may be paused."""
@@ -125,6 +132,7 @@ class CanaryPass:
             flat_logprobs=True,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
+            extra_args={WANTED: True},
         )
         with self._problem("vLLM refused the canary"):
             for index, row in enumerate(self._rows):
@@ -149,6 +157,9 @@ class CanaryPass:
                 if unanswered:
                     await self._llm.abort(unanswered, internal=True)
             if not self.problem:
+                found = [output.outputs[0].routed_experts for output in outputs]
+                if all(experts is not None for experts in found):
+                    self.experts = tuple(np.asarray(experts)[:-1] for experts in found)
                 pairs = zip(self._rows, outputs, strict=True)
                 return tuple(_read_row(row, output) for row, output in pairs)
         return ()

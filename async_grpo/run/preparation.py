@@ -267,7 +267,10 @@ def plan_run(
         pairs_of=order.pairs_of,
         seed_of=partial(sampling_seed, seed) if config.batching.deterministic else None,
         sampling=SamplingContract(
-            config.sampling.temperature, facts.stop_token_ids, config.sampling.max_generation_tokens
+            config.sampling.temperature,
+            facts.stop_token_ids,
+            config.sampling.max_generation_tokens,
+            with_experts=config.sampling.routing_replay != "off",
         ),
         num_ranks=num_ranks,
         # Later than that of any earlier run on these workers: they never confuse its weights with

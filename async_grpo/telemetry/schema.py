@@ -96,6 +96,9 @@ class StepFacts:
     the same weights right after the sync: no staleness in it"""
     canary_mean = fact("nats", "Canary mismatch")
     """mean of these differences"""
+    canary_routing_mismatch = fact("fraction", "Canary routing mismatch")
+    """share of an engine's choices of experts on these tokens that are not the trainer's; null for
+    a dense model"""
 
 
 class Pipeline:
@@ -271,6 +274,20 @@ class Trainer:
     far_fraction = quotient("far_tokens", "sampled_tokens", "fraction", "Tokens beyond 20 nats")
     """share of tokens more than 20 nats above the old policy, or below the reference where the loss
     has a KL term: exponents are clamped at 20"""
+    routing_mismatch = quotient(
+        "differing_choices", "replayed_choices", "fraction", "Routing mismatch"
+    )
+    """share of the engine's choices of experts, all replayed, that the trainer itself would not
+    have made; null where none is replayed"""
+    router_entropy = quotient("router_entropy_sum", "trained_tokens", "nats", "Router entropy")
+    """entropy of the routers' shares, a token and layer; null for a dense model"""
+    expert_load_max = fact("", "Largest load of an expert")
+    """choices of the busiest expert by the mean over all of its layer; 1: they are balanced"""
+    dead_experts = fact("fraction", "Dead experts")
+    """share of the experts that no trained token of the step has chosen"""
+    balance_loss = quotient("balance_loss_sum", "loss_denominator", "", "Balancing loss")
+    """the balancing loss, weighted as the loss, of which it is no part here; null for a dense
+    model"""
     trained_samples = fact("samples", "Trained samples")
     """samples sent to trainers"""
     trained_tokens = fact("tokens", "Trained tokens")

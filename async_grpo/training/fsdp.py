@@ -51,7 +51,7 @@ def shard(
     activation_checkpointing: bool = False,
     compile: bool = False,
 ) -> PolicyModel:
-    """Shard `policy` in place over a mesh: each decoder layer, then the rest with the root.
+    """Shard `policy` in place over a mesh: each layer and its experts, the rest with the root.
 
     Master weights keep their type (float32); gradients are *summed* over all ranks of the mesh, in
     float32. The mesh may have one rank, or one in its last dimension: then each rank holds all, and
@@ -76,13 +76,19 @@ def shard(
     for layer in policy.layers:
         if compile:
             layer.compile(dynamic=True)  # packed rows differ in length
-        fully_shard(layer, reshard_after_forward=not keep_gathered, **options)
+        for part in (*_experts(layer), layer):
+            fully_shard(part, reshard_after_forward=not keep_gathered, **options)
     # The root's arguments are a minibatch and head terms: teachers' payloads stay float32.
     fully_shard(policy, **(options | {"mp_policy": replace(precision, cast_forward_inputs=False)}))
     for module in _sharded_modules(policy):  # undo FSDP's averaging; gloo needs both calls
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
     return policy.train()
+
+
+def _experts(layer: torch.nn.Module) -> list[torch.nn.Module]:
+    """The experts of a mixture's layer, most of its parameters: gathered apart from the others."""
+    return [module for module in layer.modules() if type(module).__name__.endswith("Experts")]
 
 
 def reshard(policy: PolicyModel) -> None:

@@ -44,6 +44,13 @@ class Learner:
         self.policy = policy
         self.device = ranks.device
         self.algorithm = find_algorithm(config)
+        if policy.routing is None and config.objective.balance_coefficient:
+            raise config.objective.refusal(
+                "balance_coefficient",
+                f"balances the experts of a mixture, {config.places.model_name_or_path} has none "
+                "whose router is known",
+                "leave it out",
+            )
         self.step = GradientStep(
             policy, self.algorithm, options=config.optimizer, batching=config.batching,
             memory=config.memory, device=ranks.device,
@@ -92,6 +99,15 @@ class Learner:
             scores_of_given=self.algorithm.scores_of_given,
             share_prompts=self.policy.shares_prompts,
         )
+        if self.config.sampling.routing_replay == "on" and (
+            packed.experts is None and packed.num_rows and not self.algorithm.learns_from_pairs
+        ):
+            raise self.config.sampling.refusal(
+                "routing_replay",
+                "must have samples whose engine tells which experts it chose, got none: the model "
+                "has no experts, or an engine cannot tell (see its log)",
+                "use auto",
+            )
         with self.step.timers.enqueuing("copying_seconds"):
             moved = to_device(packed, self.device)
         self.step.accumulate(moved)

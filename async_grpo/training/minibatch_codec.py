@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 from safetensors.numpy import load, save
 
-from async_grpo.types import Episode, Minibatch, Question, Row, Sample, Verdict
+from async_grpo.types import Episode, Experts, Minibatch, Question, Row, Sample, Verdict
 from async_grpo.util.errors import DataError
 
 # Teachers' payloads that are not written: those of a step are many times as large as a checkpoint.
@@ -86,7 +86,7 @@ def _arrays(parts: Sequence[Sample]) -> Arrays:
         "num_trained_elsewhere": np.array([part.num_trained_elsewhere for part in parts]),  # [S]
         "rewards": np.array([part.verdict.reward for part in parts], np.float64),  # [S]
     }
-    return found | _advantages(parts) | _scores(parts)
+    return found | _advantages(parts) | _scores(parts) | _experts(rows)
 
 
 def _advantages(parts: Sequence[Sample]) -> Arrays:
@@ -100,6 +100,15 @@ def _advantages(parts: Sequence[Sample]) -> Arrays:
             [p.advantage if np.ndim(p.advantage) else _zeros(p.episode.rows[0]) for p in parts]
         )
     return found
+
+
+def _experts(rows: Sequence[Row]) -> Arrays:
+    """The engine's choices of all rows, end to end, and how many tokens of each have any, [S]."""
+    known = [row.experts for row in rows if row.experts is not None]
+    if not known:
+        return {}
+    lengths = [0 if row.experts is None else len(row.experts) for row in rows]
+    return {"experts": np.concatenate(known), "experts_lengths": np.array(lengths)}
 
 
 def _scores(parts: Sequence[Sample]) -> Arrays:
@@ -130,11 +139,12 @@ def _sample(
     logprobs = None if arrays["is_given"][number] else arrays["behaviour_logprobs"][own]
     by_token = "by_token" in arrays and arrays["by_token"][number]
     names = [key.removeprefix(SCORES) for key in arrays if key.startswith(SCORES)]
+    output, mask = arrays["output_ids"][own], arrays["loss_mask"][own]
     return Sample(
         ordinal,
         index,
         Question(prompt, input="", answer=None, columns={}),
-        Episode((Row(prompt, arrays["output_ids"][own], logprobs, arrays["loss_mask"][own], ()),)),
+        Episode((Row(prompt, output, logprobs, mask, (), _experts_of(number, arrays)),)),
         Verdict.scored(arrays["rewards"][number]),
         arrays["token_advantages"][own] if by_token else float(arrays["advantages"][number]),
         {name: arrays[SCORES + name][own] for name in names if arrays[HAS + name][number]},
@@ -142,6 +152,12 @@ def _sample(
         row=row,
         num_trained_elsewhere=int(arrays["num_trained_elsewhere"][number]),
     )
+
+
+def _experts_of(number: int, arrays: Mapping[str, Any]) -> Experts | None:
+    ends = np.cumsum(arrays.get("experts_lengths", ()))
+    length = arrays["experts_lengths"][number] if len(ends) else 0
+    return arrays["experts"][ends[number] - length : ends[number]] if length else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from async_grpo.algorithms.grpo_loss import mismatch
 from async_grpo.config.sampling_options import BatchingOptions
 from async_grpo.config.training_options import MemoryOptions, OptimizerOptions
 from async_grpo.model.collate import collate, to_device
+from async_grpo.model.experts import load_metrics, shares_of
 from async_grpo.model.policy import PolicyModel
 from async_grpo.training import fsdp
 from async_grpo.training.meters import Timers, peak_memory
@@ -109,6 +110,9 @@ class GradientStep:
         chunk_size = memory.chunk_size(batching.max_tokens_per_gpu)
         self._setting = {"temperature": algorithm.temperature, "chunk_size": chunk_size}
         self._device = device or next(policy.parameters()).device
+        self.routing = policy.routing
+        if self.routing is not None:
+            self.routing.coefficient = algorithm.config.objective.balance_coefficient
         self.timers = Timers(self._device)
         self.timers.watch(policy)
         self.keeps_terms = False  # `training.recorder` sets it
@@ -143,6 +147,8 @@ class GradientStep:
         if not self._algorithm.learns_from_pairs:  # else no token was sampled
             mismatch_sums, maxima = mismatch(scored.logprobs, packed)
             sums |= mismatch_sums
+        if self.routing is not None:
+            sums |= self.routing.take()
         for name, value in sums.items():
             self._sums[name] = self._sums.get(name, 0.0) + value.detach().double()
         for name, value in maxima.items():
@@ -151,6 +157,16 @@ class GradientStep:
         self.count(trained_tokens=entropy.numel(), trained_samples=packed.num_samples)
         self.losses.append(loss)
         return result
+
+    @property
+    def expert_shares(self) -> list[list[float]] | None:
+        """What the balancing loss of the next step knows of this one, for a checkpoint."""
+        return None if self.routing is None else self.routing.shares.tolist()
+
+    @expert_shares.setter
+    def expert_shares(self, shares: list[list[float]] | None) -> None:
+        if self.routing is not None and shares is not None:
+            self.routing.shares = torch.tensor(shares, dtype=torch.float64)
 
     @property
     def backpropagated(self) -> tuple[int, int]:
@@ -179,6 +195,7 @@ class GradientStep:
         if denominator and self.losses and self._defers:
             self._reduce_gradients()
         metrics, meters = self._reduce_metrics()
+        choices = self._reduce_choices()
         num_minibatches = int(metrics.pop("num_minibatches"))
         num_bad_losses = int(metrics.pop("num_bad_losses"))
         grad_norm = self._global_norm() / denominator if denominator else 0.0
@@ -200,6 +217,10 @@ class GradientStep:
             with self.timers.enqueuing("updating_seconds"):
                 self._update(learning_rate, denominator=denominator, grad_norm=grad_norm)
             self.clocks = self.clocks.after(num_samples, num_tokens)
+            if self.routing is not None and choices is not None:
+                self.routing.shares = shares_of(choices)
+        if choices is not None:
+            metrics |= load_metrics(choices)
         self.discard()
         return StepResult(
             skipped=skipped,
@@ -285,6 +306,15 @@ class GradientStep:
             of_ranks = enumerate(every[:, names.index(name)].tolist())
             measured |= {f"{name}/rank_{rank}": value for rank, value in of_ranks}
         return metrics, measured
+
+    def _reduce_choices(self) -> Tensor | None:
+        """How often each expert was chosen, [R, E] over all ranks; None for a dense model."""
+        if self.routing is None or not self.losses:
+            return None
+        choices = self.routing.take_choices().to(self._device)
+        if dist.is_initialized():
+            dist.all_reduce(choices)
+        return choices.cpu()
 
 
 def _all_gather(local: Tensor) -> Tensor:

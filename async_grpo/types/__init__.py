@@ -50,6 +50,7 @@ from async_grpo.types.samples import (
 )
 from async_grpo.types.snapshots import (
     CanaryRow,
+    Experts,
     Piece,
     PublishReport,
     Stored,

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from async_grpo.types.message import Message
-from async_grpo.types.snapshots import VersionSpan
+from async_grpo.types.snapshots import Experts, VersionSpan
 
 # length: at the run's longest output; max_tokens: at a shorter one that an environment asked for.
 FinishReason = Literal["stop", "length", "max_tokens", "abort"]
@@ -68,6 +68,7 @@ class SamplingContract(Message):
     max_tokens: int  # longest output, in tokens
     top_p: float = 1.0  # of evaluations: training samples from the whole distribution
     grammar: str = ""  # vLLM's structured outputs as JSON; what it forces upon the model is masked
+    with_experts: bool = False  # engines that can tell which experts were chosen do so
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,6 +83,15 @@ class Turn(Message):
     text: str  # decoded for verifiers and users, without special tokens
     worker_id: str = ""  # of the worker that has its prefix cached
     is_constrained: bool = False  # sampled under a grammar: not the policy's own, never trained
+    # [P+L-1, layers * chosen] experts of the prompt's and the output's tokens; the last one's are
+    # never computed. None: of a dense model, or unknown.
+    experts: Experts | None = None
+
+    def experts_before(self, length: int) -> Experts | None:
+        """`experts` of a turn that ends after `length` tokens of its output."""
+        if self.experts is None:
+            return None
+        return self.experts[: len(self.experts) - len(self.token_ids) + length]
 
     def stopped(self, length: int, *, text: str) -> Turn:
         """The turn cut to its first `length` tokens, whose text is `text`, as if it ended there."""
@@ -91,6 +101,7 @@ class Turn(Message):
             token_ids=self.token_ids[:length],
             logprobs=self.logprobs[:length],
             weights_versions=tuple(span for span in spans if span.start < span.stop),
+            experts=self.experts_before(length),
             finish_reason="stop",
             text=text,
         )
@@ -105,6 +116,7 @@ class Row(Message):
     logprobs: NDArray[np.float32] | None  # [L] behaviour, 0 where read; None: all were given
     loss_mask: NDArray[np.bool_]  # [L] False: not trained, as what the model only read
     weights_versions: tuple[VersionSpan, ...]  # of tokens first sampled in this row, in [0, L)
+    experts: Experts | None = None  # see `Turn`; up to the last turn
 
     @property
     def num_tokens(self) -> int:
@@ -138,7 +150,14 @@ class Episode(Message):
     def of_turn(cls, prompt_token_ids: NDArray[np.int32], turn: Turn) -> Episode:
         """The episode of a prompt and one output, all of whose tokens are trained."""
         mask = np.ones(len(turn.token_ids), dtype=np.bool_)
-        row = Row(prompt_token_ids, turn.token_ids, turn.logprobs, mask, turn.weights_versions)
+        row = Row(
+            prompt_token_ids,
+            turn.token_ids,
+            turn.logprobs,
+            mask,
+            turn.weights_versions,
+            turn.experts,
+        )
         return cls((row,), (turn,))
 
     @classmethod

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Awaitable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,7 @@ NUM_ROWS = 4  # in the canary
 MAX_ROW_TOKENS = 64
 GIB = 2**30
 NUM_SNAPSHOTS = 2  # in the object store at a time: one is served while the next is stored
+Experts = NDArray[np.integer[Any]]  # indices of chosen experts
 Stored = Awaitable[NDArray[np.uint8]]  # an ObjectRef of bytes
 
 
@@ -134,6 +135,8 @@ class WeightsAck:
     transport: str = "object_store"  # how the weights came
     canary: tuple[NDArray[np.float32], ...] = ()  # log-probabilities of the snapshot's rows
     canary_problem: str = ""  # what could not be checked, and why
+    # The experts that it chose for the rows, as `CanaryRow.experts`; empty: unknown.
+    canary_experts: tuple[Experts, ...] = ()
     received_bytes: int = 0  # out of the object store; 0: not counted
 
 
@@ -154,6 +157,8 @@ class CanaryRow:
     token_ids: NDArray[np.int32]  # [n], n >= 2
     logprobs: NDArray[np.float32]  # [n - 1], of token_ids[1:]
     dtype: str = "float32"  # that the trainer computed in
+    # {layer: [n - 1, chosen]} experts that the trainer chose; empty: of a dense model.
+    experts: Mapping[int, Experts] = field(default_factory=dict)
 
 
 def canary_tokens(prompts: Iterable[NDArray[np.int32]]) -> tuple[NDArray[np.int32], ...]:

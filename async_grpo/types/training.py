@@ -198,6 +198,8 @@ class PackedMinibatch:
     is_given: torch.Tensor | None = None  # [N] bool: not sampled but given; None: all were sampled
     repeat_index: torch.Tensor | None = None  # [U] int64, in [0, T); None: no prompt is shared
     first_index: torch.Tensor | None = None  # [T] int64, in [0, U)
+    # [T, layers * chosen] int16, experts that the engine chose; -1: the model chooses. None: all.
+    experts: torch.Tensor | None = None
 
 
 class QuestionOutcome(NamedTuple):

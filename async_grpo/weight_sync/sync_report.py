@@ -46,6 +46,7 @@ class SyncReport:
     kept_tokens: int
     canary_max: float | None  # None: no engine has scored a canary
     canary_mean: float | None
+    canary_routing_mismatch: float | None = None  # None: of a dense model, or unknown
 
 
 def summarise_sync(
@@ -61,6 +62,11 @@ def summarise_sync(
         [canary_differences(snapshot.canary, ack.canary) for ack in _replayed(snapshot, report)]
         or [np.zeros(0)]
     )
+    shares = [
+        share
+        for ack in report.acks
+        if (share := routing_mismatch(snapshot.canary, ack)) is not None
+    ]
     return SyncReport(
         sync_batches=snapshot.version.batches,
         sync_seconds=seconds,
@@ -70,6 +76,7 @@ def summarise_sync(
         kept_tokens=sum(ack.kept_tokens for ack in report.acks),
         canary_max=float(differences.max()) if differences.size else None,
         canary_mean=float(differences.mean()) if differences.size else None,
+        canary_routing_mismatch=max(shares, default=None),
     )
 
 
@@ -81,13 +88,28 @@ def sync_complaints(snapshot: WeightsSnapshot, report: PublishReport) -> tuple[s
     for ack in _replayed(snapshot, report):
         complaint = canary_complaint(snapshot.canary, ack.canary, dtype=ack.dtype)
         if complaint:
-            problems.append(f"worker {ack.worker_id}: after weights {ack.version}, {complaint}")
+            share = routing_mismatch(snapshot.canary, ack)
+            why = f"; {share:.2%} of its choices of experts are others" if share else ""
+            problems.append(
+                f"worker {ack.worker_id}: after weights {ack.version}, {complaint}{why}"
+            )
     return tuple(problems)
 
 
 def _replayed(snapshot: WeightsSnapshot, report: PublishReport) -> Iterator[WeightsAck]:
     """Acknowledgements with a score for each row; after a mere renaming there are none."""
     return (ack for ack in report.acks if len(ack.canary) == len(snapshot.canary) > 0)
+
+
+def routing_mismatch(rows: Sequence[CanaryRow], ack: WeightsAck) -> float | None:
+    """The share of a worker's choices of experts for the canary that are not the trainer's."""
+    differing = total = 0
+    for row, found in zip(rows, ack.canary_experts):  # noqa: B905 (none where unknown)
+        for layer, own in row.experts.items():
+            chosen = found[:, layer]
+            differing += int((chosen[:, :, None] != own[:, None, :]).all(-1).sum())
+            total += chosen.size
+    return differing / total if total else None
 
 
 def canary_differences(

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.functional import one_hot
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from async_grpo.types import TensorMeta
 from async_grpo.util.errors import WeightSyncError
@@ -28,6 +29,8 @@ PRECISION_BITS = {"float16": 11, "bfloat16": 8, "float32": 24, "float64": 53}
 NUM_READ = 16
 LEAST_NUMBERS = 1 << 13
 ROWS, COLUMNS = 0, 1
+# vLLM's names of what a layer's experts have together, and transformers'.
+OF_EXPERTS = {"w13_weight": "gate_up_proj", "w2_weight": "down_proj"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +39,7 @@ class ExpectedWeights:
 
     shapes: Mapping[str, tuple[int, ...]]
     dtype: str  # of the worker's model
+    model: PreTrainedModel | None = None  # with parameters that have no memory
 
     @classmethod
     def read(cls, model_path: str, *, dtype: str) -> Self:
@@ -43,7 +47,20 @@ class ExpectedWeights:
         with torch.device("meta"):  # shapes without memory
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_path))
         shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-        return cls(shapes, dtype)
+        return cls(shapes, dtype, model)
+
+    def as_stored(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Published tensors under the names, and in the form, of a checkpoint's files."""
+        assert self.model is not None
+        for name, tensor in tensors:
+            yield from revert_weight_conversion(self.model, {name: tensor}).items()
+
+    def untrained(self) -> set[str]:
+        """Names in a checkpoint's files of what is no parameter, and so never published."""
+        assert self.model is not None
+        known = self.model.state_dict(keep_vars=True)
+        buffers = ((n, b) for n, b in self.model.named_buffers() if n in known)
+        return {name for name, _ in self.as_stored(buffers)}
 
     def check(self, tensors: Iterable[TensorMeta]) -> None:
         """Raise `WeightSyncError` unless these are the model's parameters, each of them once."""
@@ -121,7 +138,7 @@ class Readback:
     def _product(self, place: _Place) -> Tensor:
         """Columns of a packed weight: its products with one-hot vectors, which are exact."""
         module = place.module
-        width = module.input_size_per_partition
+        width = getattr(module, "input_size_per_partition", None) or module.input_size
         ones = one_hot(self._chosen(width, place.size), width).to(module.weight.dtype)
         products = module.cpu_linear(ones, module.weight, None)
         return products[:, place.start : place.start + place.size].T
@@ -129,6 +146,7 @@ class Readback:
     def _some(self, tensor: Tensor, axis: int) -> Tensor:
         if tensor.ndim < 2:
             return tensor
+        tensor = tensor.flatten(0, -2)  # of all experts
         chosen = self._chosen(tensor.shape[axis], tensor.shape[1 - axis])
         return tensor.index_select(axis, chosen.to(tensor.device))
 
@@ -166,7 +184,9 @@ def _places(model: Module) -> dict[str, list[_Place]]:
             if len(parts) != len(sizes):
                 continue
             for part, size in zip(parts, sizes, strict=True):
-                name = ".".join(filter(None, (parent, part, attribute)))
+                own = OF_EXPERTS.get(attribute)  # of a module within the experts'
+                names = (parent, own) if own else (parent, part, attribute)
+                name = ".".join(filter(None, names))
                 places[name].append(_Place(module, attribute, start, size, is_packed))
                 start += size
     return places
@@ -191,4 +211,6 @@ def _shard(tensor: Tensor, place: _Place) -> Tensor | None:
     if tensor.ndim > 1 and size > 1 and tensor.shape[1] == size * width:
         tensor = tensor[:, rank * width : (rank + 1) * width]
     is_plain = held.is_floating_point() and held.dtype.itemsize > 1  # fp8 has scales beside it
+    if tensor.ndim > 2:
+        return tensor if is_plain and tensor.shape == held.shape else None
     return tensor if is_plain and tensor.shape == (place.size, width)[: tensor.ndim] else None

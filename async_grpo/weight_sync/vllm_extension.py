@@ -26,6 +26,7 @@ from vllm.distributed.weight_transfer.nccl_engine import (
     NCCLWeightTransferInitInfo,
 )
 from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+from vllm.platforms import current_platform
 
 from async_grpo.types import TensorMeta
 from async_grpo.util.errors import WeightSyncError
@@ -34,6 +35,7 @@ from async_grpo.weight_sync.routes import check_group
 from async_grpo.weight_sync.update_checks import ExpectedWeights, Readback
 
 BACKEND = "staged_file"
+Tensors = Iterator[tuple[str, torch.Tensor]]
 # Silence warnings of layers that load nothing themselves; `_check_loaded` checks what was loaded.
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 # Silence the warning that another vLLM may not accept our scheduler: the version is pinned.
@@ -103,7 +105,8 @@ class StagedFileEngine(NCCLWeightTransferEngine):
     def _receive(self, update_info: dict[str, object]) -> None:
         """Load all parameters from the trainer's device; an error leaves a broken model."""
         self._begin_loading()
-        recorder = _Recorder(self.model, self._readback)
+        assert self._expected is not None
+        recorder = _Recorder(self.model, self._readback, self._expected)
         self.set_weight_update_target(recorder, self.model_config)
         with torch.no_grad():
             super().update_weights(update_info)
@@ -116,12 +119,19 @@ class StagedFileEngine(NCCLWeightTransferEngine):
             if self._staged:
                 self._begin_loading()
                 through = self._readback.through(self._staged.items())
-                self._loaded = self.model.load_weights(through)
+                self._loaded = self.model.load_weights(self._as_stored(through))
             super().finish_weight_update()
             _pack_tied_head(self.model)
         torch.accelerator.synchronize()  # the copies read what is dropped next
         self._staged = {}
         self._check_loaded()
+
+    def _as_stored(self, published: Tensors) -> Tensors:
+        """What vLLM loads from a checkpoint: published tensors, and from its files the others."""
+        assert self._expected is not None
+        yield from self._expected.as_stored(published)
+        if others := self._expected.untrained():
+            yield from (pair for pair in _tensors_in(self.model_config.model) if pair[0] in others)
 
     def _check_loaded(self) -> None:
         if self._loaded is not None and (skipped := self._parameters - self._loaded):
@@ -152,13 +162,17 @@ class StagedFileEngine(NCCLWeightTransferEngine):
 class _Recorder:
     """Takes the model's place while vLLM's engine loads, and remembers what was loaded."""
 
-    def __init__(self, model: torch.nn.Module, readback: Readback) -> None:
+    def __init__(
+        self, model: torch.nn.Module, readback: Readback, expected: ExpectedWeights
+    ) -> None:
         self._model = model
         self._readback = readback
+        self._expected = expected
         self.loaded: set[str] | None = set()
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        loaded = self._model.load_weights(self._readback.through(weights))
+        through = self._readback.through(weights)
+        loaded = self._model.load_weights(self._expected.as_stored(through))
         self.loaded = self.loaded | loaded if self.loaded is not None and loaded else None
 
 
@@ -177,6 +191,9 @@ def _forget_packed(model: torch.nn.Module) -> None:
     """On CPU vLLM multiplies by packed copies of the weights: drop them, loading packs new ones."""
     for module in model.modules():
         vars(module).pop("cpu_linear", None)
+        method = getattr(module, "quant_method", None)
+        if method is not None and getattr(method, "moe_kernel", None) and current_platform.is_cpu():
+            method.moe_kernel = None  # vLLM packs experts only where it makes their kernel
 
 
 def _pack_tied_head(model: torch.nn.Module) -> None:

@@ -1,6 +1,7 @@
 """Turns become rows: trained ids are sampled ids, over all turns, each once."""
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -139,3 +140,39 @@ def test_a_turn_that_may_not_fit_is_not_asked_for():
     policy = EpisodePolicy(never, sampling=SamplingContract(1.0, (1,), 6), max_row_tokens=10)
     with pytest.raises(NoRoom, match="5 tokens and an answer of up to 6 must fit 10"):
         asyncio.run(policy.sample(range(5)))
+
+
+@settings(max_examples=100, deadline=None)
+@given(stories(), st.integers(0, 6))
+def test_a_row_has_the_experts_of_each_token_when_it_was_first_computed(story, unknown):
+    prompt, turns = story
+    made = [make_turn(sampled, cut=min(cut, len(sampled))) for *_, sampled, cut in turns]
+    asked = []
+
+    async def generate(history, sampling, prefer):
+        number = len(asked)
+        asked.append(history.tolist())
+        length = len(history) + len(made[number].token_ids) - 1
+        experts = None if number == unknown else np.full((length, 4), number, np.uint8)
+        return replace(made[number], experts=experts)
+
+    async def scenario():
+        sampling = SamplingContract(1.0, (1,), 6)
+        policy = EpisodePolicy(generate, sampling=sampling, max_row_tokens=10_000)
+        history = list(prompt)
+        for _, read, _, _ in turns:
+            history = history + read if asked else history
+            turn = await policy.sample(history)
+            history = [*history, *turn.token_ids.tolist()]
+        return policy.episode()
+
+    (row,) = asyncio.run(scenario()).rows
+    if unknown < len(turns):
+        assert row.experts is None
+        return
+    assert len(row.experts) == row.num_tokens - 1
+    first = np.zeros(0, int)
+    for number, history in enumerate(asked):
+        length = len(history) + len(made[number].token_ids) - 1
+        first = np.append(first, np.full(length - len(first), number))
+    assert np.array_equal(row.experts, np.repeat(first[:, None], 4, axis=1))

@@ -76,7 +76,6 @@ DEFECTS = {
         configure(architectures=["Gemma3ForConditionalGeneration"]),
         "is a Gemma3ForConditionalGeneration, of images or sound",
     ),
-    "experts": (configure(num_experts=8), "mixture-of-experts"),
     "softcapping": (configure(final_logit_softcapping=30.0), "final_logit_softcapping=30.0"),
     "logit scale": (configure(logit_scale=0.0625), "logit_scale=0.0625"),
     "quantised": (configure(quantization_config={"quant_method": "gptq"}), "quantised"),

@@ -236,3 +236,15 @@ def test_the_first_outputs_statistics_are_told_with_the_last():
     (output,) = messages[0].outputs
     assert output.prefill_stats is stats
     assert (output.finish_reason, output.new_token_ids) == (LAST, [3, 4])
+
+
+def test_experts_that_come_with_each_token_wait_with_it():
+    scheduler = Scheduler()
+    scheduler.add("0")
+    rows = np.arange(12, dtype=np.uint8).reshape(6, 1, 2)
+    scheduler.update_from_output(None, [said("0", 1, routed_experts=rows[:4])])
+    scheduler.update_from_output(None, [said("0", 2, routed_experts=rows[4:5])])
+    last = said("0", 3, finish_reason=LAST, routed_experts=rows[5:])
+    (whole,) = scheduler.update_from_output(None, [last])[0].outputs
+    assert whole.new_token_ids == [1, 2, 3]
+    assert np.array_equal(whole.routed_experts, rows)

@@ -14,8 +14,18 @@ import torch.distributed as dist
 from effort import FULL
 from learners import gradient_step
 from loading_scenarios import differences
-from oracle import make_sample, oracle_twin, random_samples, sent, tiny_config, tiny_model
+from oracle import (
+    make_row,
+    make_sample,
+    oracle_twin,
+    random_samples,
+    sample_of_rows,
+    sent,
+    tiny_config,
+    tiny_model,
+)
 from tensor_watchers import LargestTensor
+from test_experts import CHOSEN, EXPERTS, LAYERS, model_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import Qwen3ForCausalLM
@@ -325,6 +335,36 @@ def taught_in_bf16(rank):
     }
 
 
+def mixture(rank, *, checkpointing=False):
+    """Two steps of a mixture of experts with replayed choices and a balancing loss.
+
+    The second one balances by the choices that all ranks had in the first.
+    """
+    config = CONFIG.but(balance_coefficient=0.3, kl_coefficient=0.0)
+    policy = PolicyModel(model_of("qwen3_moe"))
+    shard(policy, mesh_of(hybrid=False), activation_checkpointing=checkpointing)
+    step, policy, gradients = equip(policy, config)
+    samples, results = routed_samples(), []
+    for _ in range(2):
+        for part in usual_rounds(rank, samples):
+            step.accumulate(collate(part, aggregation="sample-mean", dtype=torch.float64))
+        results.append(step.finish(len(samples)))
+    return {"gradients": gradients, "results": results, "shares": step.expert_shares}
+
+
+def routed_samples():
+    """Of random tokens; of all but the last the engine has told its choices of experts."""
+    rng = np.random.default_rng(7)
+    samples = []
+    for length in (3, 5, 2, 6, 4, 30):
+        row = make_row(rng.integers(48, size=4).tolist(), rng.integers(48, size=length).tolist())
+        choices = [rng.permutation(EXPERTS)[:CHOSEN] for _ in range(LAYERS * (row.num_tokens - 1))]
+        experts = np.stack(choices).reshape(-1, LAYERS * CHOSEN).astype(np.uint8)
+        row = replace(row, experts=experts if length < 30 else None)
+        samples.append(sample_of_rows([row], advantage=rng.normal(), ordinal=len(samples)))
+    return samples
+
+
 def world(rank, *, source, target, models):
     """Every scenario: starting processes costs more than running it."""
     f64 = torch.float64
@@ -398,5 +438,7 @@ def world(rank, *, source, target, models):
         ),
         "held out": held_out(rank, source=source, target=target),
         "gathered": gathered(rank, source=source, target=target),
+        "mixture": mixture(rank),
+        "mixture checkpointing": mixture(rank, checkpointing=True),
         "loaded": differences(rank, models=models),
     }

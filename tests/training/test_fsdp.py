@@ -19,11 +19,13 @@ from fsdp_scenarios import (
     make_pairs,
     make_samples,
     one_step,
+    routed_samples,
     world,
 )
 from loading_scenarios import write_models
 from oracle import oracle_gradient, relative_difference, tiny_config, tiny_model
 from ranks import run_ranks
+from test_experts import model_of
 from test_held_out import oracle_loss
 
 from async_grpo.devices.bill import Training, trainer_bill
@@ -36,6 +38,7 @@ from async_grpo.training.step import NO_SAMPLES, NON_FINITE
 
 WORLDS = [num_ranks for num_ranks in (1, 2, 4) if num_ranks <= max_ranks(2)]
 F32, F64 = 1e-5, 1e-12
+MIXED = 1e-6  # transformers' routers and norms compute in float32 inside
 HYBRID = [
     "hybrid tied", "hybrid empty rank", "hybrid checkpointing", "hybrid untied f64",
     "hybrid deferred f64",
@@ -309,6 +312,33 @@ def test_every_rank_holds_slices_of_the_very_bits_that_from_pretrained_reads(ran
     for found in ran["loaded"]:
         assert len(found) == 6
         assert not any(found.values()), found
+
+
+@functools.cache
+def mixture_alone():
+    """The same two steps by one process, whose gradient `test_experts.py` proves."""
+    config = CONFIG.but(balance_coefficient=0.3, kl_coefficient=0.0)
+    step, _, gradients = equip(PolicyModel(model_of("qwen3_moe")), config)
+    samples = routed_samples()
+    for _ in range(2):
+        step.accumulate(collate(samples, aggregation="sample-mean", dtype=torch.float64))
+        result = step.finish(len(samples))
+    return gradients, result, step.expert_shares
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("scenario", ["mixture", "mixture checkpointing"])
+def test_a_mixture_s_gradient_balance_and_counts_are_those_of_one_process(scenario, ran):
+    expected, result, shares = mixture_alone()
+    for rank in ran[scenario]:
+        for found, own in zip(rank["gradients"], expected, strict=True):
+            assert relative_difference(found, own) < MIXED
+        assert rank["shares"] == shares
+        metrics = rank["results"][-1].metrics
+        for name in ("balance_loss_sum", "router_entropy_sum", "expert_load_max", "dead_experts"):
+            assert metrics[name] == pytest.approx(result.metrics[name], rel=MIXED)
+        for name in ("differing_choices", "replayed_choices"):
+            assert metrics[name] == result.metrics[name] > 0
 
 
 def test_precision_follows_the_option_and_the_device():

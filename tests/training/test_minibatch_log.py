@@ -24,7 +24,7 @@ from async_grpo.training.minibatch_log import (
     logged_steps,
 )
 from async_grpo.training.recorder import NUM_FILES, MinibatchLog
-from async_grpo.types import EndOfStep, Minibatch
+from async_grpo.types import EndOfStep, Episode, Minibatch
 from async_grpo.util.errors import DataError
 
 
@@ -65,6 +65,20 @@ def test_a_decoded_minibatch_is_packed_as_the_encoded_one(members, share, index)
     parts = [part for sample in members for part in sample.parts()]
     assert [sample.key for sample in found.samples] == [part.key for part in parts]
     assert [sample.num_tokens for sample in found.samples] == [part.num_tokens for part in parts]
+
+
+def test_experts_of_rows_that_have_them_come_back_beside_rows_without():
+    members = [make_minibatch(ordinal, 2 + ordinal).samples[0] for ordinal in range(3)]
+    for number in (0, 2):
+        (row,) = members[number].episode.rows
+        experts = np.arange((row.num_tokens - 1) * 4, dtype=np.uint8).reshape(-1, 4)
+        episode = Episode((replace(row, experts=experts),))
+        members[number] = replace(members[number], episode=episode)
+    found = decode(encode(Minibatch(0, tuple(members))), round_index=0).samples
+    for was, now in zip(members, found, strict=True):
+        (old,), (new,) = was.episode.rows, now.episode.rows
+        assert (new.experts is None) == (old.experts is None)
+        assert old.experts is None or np.array_equal(new.experts, old.experts)
 
 
 def test_scores_that_a_given_row_lacks_stay_away_and_ids_stay_ids():
