@@ -1,7 +1,11 @@
-"""Exports: the policy as a Hugging Face folder that transformers and vLLM load."""
+"""Exports: the policy as a Hugging Face folder that transformers and vLLM load.
+
+One of random weights is written the same way, before a run from nothing.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import shutil
@@ -11,15 +15,17 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from async_grpo.checkpoint.tensors import write_shards
+from async_grpo.model.model_folder import read_config
 from async_grpo.model.policy import PolicyModel
 from async_grpo.training.fsdp import iter_full_tensors
 from async_grpo.training.learner import Learner
 from async_grpo.training.ranks import Ranks
 from async_grpo.types import EndOfStep
 from async_grpo.util.errors import CheckpointError
-from async_grpo.util.files import sync
+from async_grpo.util.files import explained, sync
 
 logger = logging.getLogger(__name__)
 
@@ -50,12 +56,43 @@ def export_hf(policy: PolicyModel, *, source_folder: str, target: str) -> str:
     return reason[0]
 
 
+def initial_folder(source: str, *, output_dir: str, seed: int) -> str:
+    """Where a run from nothing has the model in `source` with weights drawn from `seed`.
+
+    The name is a digest of the seed and of all that is copied from `source`: with another of them
+    it is another model, which the hashes of a checkpoint refuse.
+    """
+    digest = hashlib.sha256(str(seed).encode())
+    for file in _descriptions(Path(source)):
+        digest.update(f"\0{file.name}\0".encode() + hashlib.sha256(file.read_bytes()).digest())
+    return str(Path(output_dir, "initial_model", digest.hexdigest()[:12]))
+
+
+def write_initial(source: str, folder: str, *, seed: int) -> None:
+    """Write the folder that `initial_folder` names, unless it is there.
+
+    Weights are what transformers' initialiser draws for config.json. Raises `ConfigError` where the
+    disk refuses.
+    """
+    goal = Path(folder)
+    if goal.exists():
+        return
+    with torch.random.fork_rng(devices=[]), explained(goal):
+        torch.manual_seed(seed)
+        config = read_config(Path(source))
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        drawn = ((name, parameter.detach()) for name, parameter in model.named_parameters())
+        _write(drawn, Path(source), goal)
+    logger.info("weights were drawn from the seed %d: %s", seed, goal)
+
+
 def _write(tensors: Iterable[tuple[str, Tensor]], source: Path, goal: Path) -> None:
     temporary = goal.with_name(f".{goal.name}.partial")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)
-        _copy_descriptions(source, temporary)
+        for file in _descriptions(source):
+            shutil.copyfile(file, temporary / file.name)
         _write_weights(tensors, temporary, dtype=_stored_dtype(source))
         for path in [*temporary.iterdir(), temporary]:
             sync(path)
@@ -72,11 +109,13 @@ def _stored_dtype(source: Path) -> torch.dtype:
     return getattr(torch, name)
 
 
-def _copy_descriptions(source: Path, folder: Path) -> None:
-    for file in sorted(source.iterdir()):
-        is_index = file.name.endswith(".index.json")
-        if file.is_file() and file.suffix in COPIED_SUFFIXES and not is_index:
-            shutil.copyfile(file, folder / file.name)
+def _descriptions(source: Path) -> list[Path]:
+    return [
+        file
+        for file in sorted(source.iterdir())
+        if file.is_file() and file.suffix in COPIED_SUFFIXES
+        if not file.name.endswith(".index.json")
+    ]
 
 
 def _write_weights(

@@ -16,6 +16,7 @@ import click
 
 from async_grpo.check.finding import Finding
 from async_grpo.cli.boundary import command_boundary
+from async_grpo.cli.launch_file import with_drawn_weights
 from async_grpo.cli.local_run import LocalRun, read_run
 from async_grpo.cli.options import CONTEXT
 from async_grpo.cli.run_file import TRUST, as_toml
@@ -81,6 +82,9 @@ class Trials:
     """The short runs of --deep, whose data and folders lie in one place."""
 
     def __init__(self, run: LocalRun, model: ModelFacts, place: Path) -> None:
+        if run.train.places.draws_weights:
+            run = with_drawn_weights(run, output_dir=str(place))
+            model = replace(model, path=run.train.places.model_name_or_path)
         own = run.train.but(model_name_or_path=model.path, **OF_ALL)
         self._run = replace(run, train=own, prepare=(), plot={})
         self._model, self._place = model, place

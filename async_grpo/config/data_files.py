@@ -225,7 +225,7 @@ class DataOptions(Options):
     """column=type pairs for values to convert, such as level=int,share=float; or bool, str. In CSV
     all else is text"""
     infinite_sampler_seed: int = option(37, must="", change=Change.FIXED)
-    """seed of the endless permutation of the questions"""
+    """seed of the endless permutation of the questions, and of the weights of --init random"""
     data_order: str = option("index", choices=("index", "window"), change=Change.FIXED)
     """index: lines are read into memory, checked, and shuffled as a whole; window: they stay in
     their JSONL or Parquet files, which may be larger than memory, and are checked when they come:
