@@ -46,7 +46,9 @@ OF_ALL: dict[str, Any] = {
 }  # fmt: skip
 HALVES: dict[str, Any] = {"checkpoint_every_batches": HALF}
 SHORT = {"num_training_batches": NUM_BATCHES, "train_minibatch_size": 0}
-OF_PAIRS: dict[str, Any] = {**SHORT, "data": (), "data_split": "train", "data_config": ""}
+OF_PAIRS: dict[str, Any] = {
+    **SHORT, "data": (), "data_split": "train", "data_config": "", "block_size": 0,
+}  # fmt: skip
 OF_SAMPLES: dict[str, Any] = {
     **SHORT, **HALVES, "deterministic": True, "max_staleness": 0, "replay_max_gib": 4.0,
     "dump_samples_filename": DUMP, "dump_max_gib": 0.0,
