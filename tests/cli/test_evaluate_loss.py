@@ -14,12 +14,13 @@ from transformers import AutoTokenizer, GPT2LMHeadModel
 from async_grpo.checkpoint.export import initial_folder, write_initial
 from async_grpo.cli.use_model import evaluate
 from async_grpo.config.command_options import EvaluateConfig
-from async_grpo.run import evaluating
+from async_grpo.run.evaluating import ROW_TOKENS
 from async_grpo.util.errors import ConfigError
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "sample-data"))
 small_gpt2 = importlib.import_module("create_small_gpt2")
-TEXTS = ["Beautiful is better than ugly.", "Explicit is better than implicit. " * 3, "Flat"]
+# More than the two rows of `ROW_TOKENS` hold.
+TEXTS = ["Beautiful is better than ugly.", "Explicit is better than implicit. " * 500, "Flat"]
 PAIRS = [("Simple is", " better than complex."), ("Sparse is better than", " dense.")]
 
 
@@ -56,18 +57,18 @@ def told(model, data, *options):
     return found
 
 
-def test_the_loss_of_a_text_in_blocks_is_transformers_own(model, tmp_path, monkeypatch):
-    monkeypatch.setattr(evaluating, "ROW_TOKENS", 64)  # a few rows, of two blocks each
+def test_the_loss_of_a_text_in_blocks_is_transformers_own(model, tmp_path):
     data = tmp_path / "texts.jsonl"
     data.write_text("\n".join(json.dumps({"text": text}) for text in TEXTS))
-    found = told(model, str(data), "--block-size", "32")
+    found = told(model, str(data), "--block-size", "64")
     encode = AutoTokenizer.from_pretrained(model)
     stream = [t for text in TEXTS for t in (*encode(text)["input_ids"], encode.eos_token_id)]
-    blocks = [stream[n : n + 32] for n in range(0, len(stream), 32)]
+    assert len(stream) > 2 * ROW_TOKENS
+    blocks = [stream[n : n + 64] for n in range(0, len(stream), 64)]
     loss, num_tokens = expected_loss(model, [(block[:1], block[1:]) for block in blocks])
     assert found["eval_loss"] == pytest.approx(loss, abs=1e-5)
     assert (found["num_tokens"], found["num_pairs"]) == (num_tokens, len(blocks))
-    few = told(model, str(data), "--block-size", "32", "--limit", "2")
+    few = told(model, str(data), "--block-size", "64", "--limit", "2")
     loss, num_tokens = expected_loss(model, [(block[:1], block[1:]) for block in blocks[:2]])
     assert (few["eval_loss"], few["num_tokens"]) == (pytest.approx(loss, abs=1e-5), num_tokens)
 

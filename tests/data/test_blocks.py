@@ -1,26 +1,29 @@
 """Texts end to end, cut into blocks: nothing is lost but what is told, and nothing is refused."""
 
+import importlib
 import json
 import logging
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from scripted_run import make_config
-from test_questions import LetterTokenizer
 
 from async_grpo.algorithms.find import find_algorithm
 from async_grpo.config.train_config import FIXED
-from async_grpo.data.questions import LineReader
 from async_grpo.data.table import PairTable, blocks_of
 from async_grpo.model.model_folder import ModelFacts
 from async_grpo.run import data
 from async_grpo.types import TrainingPair
 from async_grpo.util.errors import ConfigError, DataError
 
-FACTS = ModelFacts("m", 100, 64, (2,), "hash")
-A, B, C, END = 10, 11, 12, 2  # of `LetterTokenizer`
+sys.path.insert(0, str(Path(__file__).parents[2] / "sample-data"))
+small_gpt2 = importlib.import_module("create_small_gpt2")
+FACTS = ModelFacts("m", 257, 64, (0,), "hash")
+END, A, B, C = 0, 65, 66, 67  # of its tokenizer
 
 
 def tokens(pair):
@@ -45,21 +48,25 @@ def test_blocks_hold_all_tokens_in_order_but_a_lone_last_one(texts, size):
     assert all(1 <= len(block.completion_token_ids) < size for block in blocks)
 
 
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """The folder of a tokenizer of bytes."""
+    folder = tmp_path_factory.mktemp("model")
+    small_gpt2.byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture
-def load(tmp_path, monkeypatch):
+def load(tmp_path, model):
     """The blocks of lines, or of the text of a file, of a supervised run with these options."""
 
-    def reader(config, facts, *, max_tokens):
-        return LineReader(tokenizer=LetterTokenizer(), vocab_size=100, max_tokens=max_tokens)
-
-    monkeypatch.setattr(data, "line_reader", reader)
-
-    def load(lines, *, name="data.jsonl", **options):
+    def load(lines, *, name="data.jsonl", held_out=False, **options):
         text = lines if isinstance(lines, str) else "\n".join(map(json.dumps, lines))
         (tmp_path / name).write_text(text)
         options = {"data_path": str(tmp_path / name), "block_size": 4} | options
-        config = make_config(algorithm="sft", max_tokens_per_gpu=64, **options)
-        return [tokens(pair) for pair in data.load_pairs(config, FACTS)[0]]
+        places = {"model_name_or_path": str(model), "eval_data_path": options["data_path"]}
+        config = make_config(algorithm="sft", max_tokens_per_gpu=64, **places, **options)
+        return [tokens(pair) for pair in data.load_pairs(config, FACTS)[held_out]]
 
     return load
 
@@ -73,7 +80,7 @@ def test_texts_are_closed_by_the_end_token_and_cut_where_a_block_is_full(load, c
     said = [record.getMessage() for record in caplog.records]
     lost = "left out: {} blank texts, the last {} tokens"
     assert said[0] == f"4 texts with 10 tokens, in blocks of 4; {lost.format(1, 0)}"
-    assert said[2] == f"1 texts with 16 tokens, in blocks of 5; {lost.format(0, 1)}"
+    assert said[-1] == f"1 texts with 16 tokens, in blocks of 5; {lost.format(0, 1)}"
 
 
 def test_token_ids_are_a_stream_as_they_are(load):
@@ -90,11 +97,8 @@ def test_a_txt_file_is_one_text_and_a_pattern_one_for_each_file(load, tmp_path):
         load("ab", name="a.txt", data_path=str(tmp_path / "*.txt"))
 
 
-def test_held_out_texts_are_cut_the_same_way(load, tmp_path):
-    load([{"text": "abc"}])
-    path = str(tmp_path / "data.jsonl")
-    config = make_config(algorithm="sft", data_path=path, eval_data_path=path, block_size=2)
-    assert [tokens(pair) for pair in data.load_pairs(config, FACTS)[1]] == [[A, B], [C, END]]
+def test_held_out_texts_are_cut_the_same_way(load):
+    assert load([{"text": "abc"}], held_out=True, block_size=2) == [[A, B], [C, END]]
 
 
 def test_a_line_with_a_prompt_is_refused(load):
@@ -112,9 +116,10 @@ def test_a_line_with_a_prompt_is_refused(load):
         ({"block_size": 33, "max_tokens_per_gpu": 32}, "--block-size must be at most 32"),
     ],
 )
-def test_sizes_that_cannot_be_are_refused(options, said):
+def test_sizes_that_cannot_be_are_refused(options, said, model):
     with pytest.raises(ConfigError, match=said):
-        data.parts_of(make_config(algorithm="sft", **options), FACTS)
+        config = make_config(algorithm="sft", model_name_or_path=str(model), **options)
+        data.parts_of(config, FACTS)
 
 
 def test_blocks_are_of_runs_without_questions_and_stay_when_one_goes_on():
