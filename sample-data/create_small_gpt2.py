@@ -69,10 +69,10 @@ def docstrings() -> Iterator[str]:
 @click.option("--output", required=True, type=click.Path(path_type=Path))
 @click.option("--layers", default=4, show_default=True, type=click.IntRange(1))
 @click.option("--width", default=128, show_default=True, help="A multiple of 32.")
-@click.option("--positions", default=256, show_default=True, type=click.IntRange(2))
+@click.option("--positions", default=128, show_default=True, type=click.IntRange(2))
 def main(output: Path, layers: int, width: int, positions: int) -> None:
     write_model(output / "model", layers=layers, width=width, positions=positions)
-    rows = [{"text": text} for text in docstrings()]
+    rows = [{"text": text} for text in dict.fromkeys(docstrings())]
     held_out = rows[EVERY - 1 :: EVERY]
     write_jsonl(output / "held_out.jsonl", rows=held_out)
     write_jsonl(output / "text.jsonl", rows=[row for row in rows if row not in held_out])

@@ -182,9 +182,12 @@ def with_drawn_weights(run: LocalRun, *, output_dir: str) -> LocalRun:
     source = local_folder(name, revision=run.train.places.model_revision)
     folder = initial_folder(source, output_dir=output_dir, seed=seed)
     write_initial(source, folder, seed=seed)
-    own = (replace(w, model_path=folder) if w.model_path == name else w for w in run.workers)
+    workers = tuple(
+        replace(each, model_path=folder, model_revision="") if each.model_path == name else each
+        for each in run.workers
+    )
     train = run.train.but(model_name_or_path=folder, model_revision="", init="pretrained")
-    return replace(run, workers=tuple(own), train=train)
+    return replace(run, workers=workers, train=train)
 
 
 def _train(run: LocalRun) -> None:

@@ -121,8 +121,8 @@ def check_files(folder: Path, *, needs_weights: bool = True) -> None:
     if not [*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]:
         raise UnfitModel(
             f"a model folder must hold weights (*.safetensors or pytorch_model*.bin), {folder} has "
-            "none: finish the download, convert the weights with save_pretrained, or begin with "
-            "--init random"
+            "none: finish the download, convert the weights with save_pretrained, or train from "
+            "nothing with --init random"
         )
     for file in sorted(folder.glob("*.safetensors")):
         _check_length(file)

@@ -83,7 +83,7 @@ def test_it_is_made_once_and_another_seed_or_config_is_another_model(source, tmp
 
 
 def test_a_folder_without_weights_is_refused_with_the_option_that_takes_it(source):
-    with pytest.raises(UnfitModel, match=r"has none: finish .* or begin with --init random"):
+    with pytest.raises(UnfitModel, match=r"has none: finish .* train from nothing with --init"):
         check_model_folder(str(source))
     assert check_model_folder(str(source), needs_weights=False).max_positions == 64
 
