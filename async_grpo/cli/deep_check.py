@@ -59,6 +59,7 @@ CONSTANT: dict[str, Any] = {
 }  # fmt: skip
 # What passes.
 MOST_LOSS = 0.1  # nats a token, of one batch that was trained again and again
+MOST_OF_RANDOM = 0.75  # of its first loss, where the weights were random
 LEAST_GAIN = 0.98  # of the held-out loss with shuffled labels
 LEAST_PARTED = 0.05  # nats a token, between answers of positive and of negative advantage
 LEAST_SPREADS = 2  # root mean squares of what shuffled advantages come to
@@ -84,7 +85,8 @@ class Trials:
     """The short runs of --deep, whose data and folders lie in one place."""
 
     def __init__(self, run: LocalRun, model: ModelFacts, place: Path) -> None:
-        if run.train.places.draws_weights:
+        self._is_drawn = run.train.places.draws_weights
+        if self._is_drawn:
             run = with_drawn_weights(run, output_dir=str(place))
             model = replace(model, path=run.train.places.model_name_or_path)
         own = run.train.but(model_name_or_path=model.path, **OF_ALL)
@@ -120,7 +122,8 @@ class Trials:
         [[[sample]]] = pack_pairs({0: pairs[0]}, num_ranks=1, max_tokens=most)
         yield self._line(sample)
         yield self._overfit(pairs[: NUM_IN_BATCH * self._run.num_ranks])
-        yield self._labels(pairs)
+        if not self._run.train.data.block_size:  # of a text, completions are not shuffled
+            yield self._labels(pairs)
         yield self._resumed()
 
     def of_samples(self) -> Iterator[Finding]:
@@ -162,14 +165,15 @@ class Trials:
                 return Finding("error", "deep", f"one batch {NUM_BATCHES} times: {failure}")
             losses = [row["loss"] for row in self._rows(name, METRICS_FILE)]
             self._trained = name, rate, pairs
-            if losses[-1] <= MOST_LOSS:
+            most = MOST_OF_RANDOM * losses[0] if self._is_drawn else MOST_LOSS
+            if losses[-1] <= most:
                 break
         text = (
             f"the loss of one batch of {len(pairs)} lines went from {losses[0]:.3g} to "
             f"{losses[-1]:.3g} nats a token in {NUM_BATCHES} steps at a rate of {rate:g}; at most "
-            f"{MOST_LOSS} may be left"
+            f"{most:.3g} may be left"
         )
-        if losses[-1] <= MOST_LOSS:
+        if losses[-1] <= most:
             return Finding("ok", "deep", text)
         return Finding("error", "deep", f"{text}: look at labels and --learning-rate")
 
