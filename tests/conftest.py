@@ -30,6 +30,7 @@ ONE_SERVER = (  # of ranks, which imports all that they need: 6 s of a core
     "tests/checkpoint/test_checkpoint_tensors.py",
     "tests/checkpoint/test_shared_folder.py",
     "tests/run/test_weights_publishing.py",
+    "tests/run/test_from_nothing.py",
     "tests/weight_sync/test_collector.py",
     "tests/algorithms/distillation/test_distillation.py",
     "tests/algorithms/test_dense_kl.py",

@@ -37,6 +37,8 @@ def find_algorithm(config: TrainConfig, code: UserCode | None = None) -> Algorit
     found = code.load(Algorithm) if code else _shipped(config)
     if not found.learns_from_pairs:
         config.check_sampling()
+        if config.data.block_size:
+            raise config.refusal("block_size", "needs --algorithm sft", "leave it out")
     elif config.data.data:
         raise config.refusal(
             "data", "needs an algorithm that samples outputs", "join the files to one --data-path"

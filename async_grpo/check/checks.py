@@ -130,8 +130,9 @@ def _check_read(setup: Setup, read: DataRead) -> Iterator[Finding]:
         yield from refused("data", read.problem)
         return
     rest = "" if read.is_whole else " so far; the run checks the rest"
+    kind = "blocks" if setup.train.data.block_size else "lines"
     yield Finding(
-        "ok", "data", f"{what}: {read.num_lines} lines{rest}, {sizes.lengths_in_words(read)}"
+        "ok", "data", f"{what}: {read.num_lines} {kind}{rest}, {sizes.lengths_in_words(read)}"
     )
     is_all = read.purpose == "train" and not setup.train.data.data and read.is_whole
     if is_all and (few := few_lines(setup.train, read.num_lines)):

@@ -45,7 +45,7 @@ from async_grpo.util.errors import AsyncGrpoError
 WEIGHTS_S = 2.0  # longest look at the values of weights
 SHARED_MEMORY = Path("/dev/shm")
 MOST_VERIFIED_BYTES = 1 << 30  # of checkpoints, whose bytes a start reads
-Look = Callable[[str], ModelFacts | None]  # reads a model's folder
+Look = Callable[..., ModelFacts | None]  # reads a model's folder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +125,8 @@ def _in_seconds(
 
         wrong = _sources(setup)
         reads = tried(lambda: tuple(read_data(setup, model))) if wrong is None else wrong
-        found["weights"] = tried(lambda: check_weights(model.path, seconds=WEIGHTS_S))
+        if not setup.train.places.draws_weights:
+            found["weights"] = tried(lambda: check_weights(model.path, seconds=WEIGHTS_S))
         prompt = tried(lambda: _prompt(model, reads))
         found |= {"data": prompt} if isinstance(prompt, AsyncGrpoError) else prompt
     if tries_rewards and isinstance(reads, tuple):
@@ -137,6 +138,7 @@ def _in_seconds(
 def read_model(setup: Setup, look: Look = check_model_folder) -> Known[ModelFacts] | None:
     """The trained model; None where it is not here yet."""
     places = setup.train.places
+    look = functools.partial(look, needs_weights=not places.draws_weights)
     return _model_at(setup, places.model_name_or_path, places.model_revision, look)
 
 

@@ -1,7 +1,11 @@
-"""Exports: the policy as a Hugging Face folder that transformers and vLLM load."""
+"""Exports: the policy as a Hugging Face folder that transformers and vLLM load.
+
+One of random weights is written the same way, before a run from nothing.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import shutil
@@ -12,15 +16,17 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from async_grpo.checkpoint.tensors import write_shards
+from async_grpo.model.model_folder import read_config
 from async_grpo.model.policy import PolicyModel, as_stored
 from async_grpo.training.fsdp import iter_full_tensors
 from async_grpo.training.learner import Learner
 from async_grpo.training.ranks import Ranks
 from async_grpo.types import EndOfStep
 from async_grpo.util.errors import CheckpointError
-from async_grpo.util.files import sync
+from async_grpo.util.files import explained, sync
 
 logger = logging.getLogger(__name__)
 
@@ -39,11 +45,10 @@ def export_hf(policy: PolicyModel, *, source_folder: str, target: str) -> str:
     `target` is replaced. Returns, on every rank, the disk's error in words; empty without one.
     """
     tensors = iter_full_tensors(policy)
-    stored = (pair for own in tensors for pair in as_stored(policy.model, *own).items())
     reason = [""]
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
-            _write(stored, _untrained(policy), Path(source_folder), Path(target))
+            _write(policy.model, tensors, Path(source_folder), Path(target))
         except (OSError, CheckpointError) as error:
             reason = [str(error)]
     for _ in tensors:  # gathering is collective: all ranks do it to the end, also after an error
@@ -53,14 +58,47 @@ def export_hf(policy: PolicyModel, *, source_folder: str, target: str) -> str:
     return reason[0]
 
 
-def _write(trained: Named, untrained: Named, source: Path, goal: Path) -> None:
+def initial_folder(source: str, *, output_dir: str, seed: int) -> str:
+    """Where a run from nothing has the model in `source` with weights drawn from `seed`.
+
+    The name is a digest of the seed and of all that is copied from `source`: with another of them
+    it is another model, which the hashes of a checkpoint refuse.
+    """
+    digest = hashlib.sha256(str(seed).encode())
+    for file in _descriptions(Path(source)):
+        digest.update(f"\0{file.name}\0".encode() + hashlib.sha256(file.read_bytes()).digest())
+    return str(Path(output_dir, "initial_model", digest.hexdigest()[:12]))
+
+
+def write_initial(source: str, folder: str, *, seed: int) -> None:
+    """Write the folder that `initial_folder` names, unless it is there.
+
+    Weights are what transformers' initialiser draws for config.json. Raises `ConfigError` where the
+    disk refuses.
+    """
+    goal = Path(folder)
+    if goal.exists():
+        return
+    with torch.random.fork_rng(devices=[]), explained(goal):
+        torch.manual_seed(seed)
+        config = read_config(Path(source))
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        drawn = ((name, parameter.detach()) for name, parameter in model.named_parameters())
+        _write(model, drawn, Path(source), goal)
+    logger.info("weights were drawn from the seed %d: %s", seed, goal)
+
+
+def _write(model: PreTrainedModel, trained: Named, source: Path, goal: Path) -> None:
     temporary = goal.with_name(f".{goal.name}.partial")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)
-        _copy_descriptions(source, temporary)
+        for file in _descriptions(source):
+            shutil.copyfile(file, temporary / file.name)
         dtype = _stored_dtype(source)
-        _write_weights(chain(((n, t.to(dtype)) for n, t in trained), untrained), temporary)
+        tensors = chain(((name, each.to(dtype)) for name, each in trained), _untrained(model))
+        stored = (pair for own in tensors for pair in as_stored(model, *own).items())
+        _write_weights(stored, temporary)
         for path in [*temporary.iterdir(), temporary]:
             sync(path)
         shutil.rmtree(goal, ignore_errors=True)
@@ -70,12 +108,10 @@ def _write(trained: Named, untrained: Named, source: Path, goal: Path) -> None:
         shutil.rmtree(temporary, ignore_errors=True)  # frees the disk for what is written next
 
 
-def _untrained(policy: PolicyModel) -> Iterator[tuple[str, Tensor]]:
+def _untrained(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """Buffers that a checkpoint has, such as the corrections of a router's scores."""
-    known = policy.model.state_dict(keep_vars=True)
-    for name, buffer in policy.model.named_buffers():
-        if name in known:
-            yield from as_stored(policy.model, name, buffer.cpu()).items()
+    known = model.state_dict(keep_vars=True)
+    return ((name, each.cpu()) for name, each in model.named_buffers() if name in known)
 
 
 def _stored_dtype(source: Path) -> torch.dtype:
@@ -84,11 +120,13 @@ def _stored_dtype(source: Path) -> torch.dtype:
     return getattr(torch, name)
 
 
-def _copy_descriptions(source: Path, folder: Path) -> None:
-    for file in sorted(source.iterdir()):
-        is_index = file.name.endswith(".index.json")
-        if file.is_file() and file.suffix in COPIED_SUFFIXES and not is_index:
-            shutil.copyfile(file, folder / file.name)
+def _descriptions(source: Path) -> list[Path]:
+    return [
+        file
+        for file in sorted(source.iterdir())
+        if file.is_file() and file.suffix in COPIED_SUFFIXES
+        if not file.name.endswith(".index.json")
+    ]
 
 
 def _write_weights(tensors: Named, folder: Path) -> None:

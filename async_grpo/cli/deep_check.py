@@ -16,6 +16,7 @@ import click
 
 from async_grpo.check.finding import Finding
 from async_grpo.cli.boundary import command_boundary
+from async_grpo.cli.launch_file import with_drawn_weights
 from async_grpo.cli.local_run import LocalRun, read_run
 from async_grpo.cli.options import CONTEXT
 from async_grpo.cli.run_file import TRUST, as_toml
@@ -45,7 +46,9 @@ OF_ALL: dict[str, Any] = {
 }  # fmt: skip
 HALVES: dict[str, Any] = {"checkpoint_every_batches": HALF}
 SHORT = {"num_training_batches": NUM_BATCHES, "train_minibatch_size": 0}
-OF_PAIRS: dict[str, Any] = {**SHORT, "data": (), "data_split": "train", "data_config": ""}
+OF_PAIRS: dict[str, Any] = {
+    **SHORT, "data": (), "data_split": "train", "data_config": "", "block_size": 0,
+}  # fmt: skip
 OF_SAMPLES: dict[str, Any] = {
     **SHORT, **HALVES, "deterministic": True, "max_staleness": 0, "replay_max_gib": 4.0,
     "dump_samples_filename": DUMP, "dump_max_gib": 0.0,
@@ -56,6 +59,7 @@ CONSTANT: dict[str, Any] = {
 }  # fmt: skip
 # What passes.
 MOST_LOSS = 0.1  # nats a token, of one batch that was trained again and again
+MOST_OF_RANDOM = 0.75  # of its first loss, where the weights were random
 LEAST_GAIN = 0.98  # of the held-out loss with shuffled labels
 LEAST_PARTED = 0.05  # nats a token, between answers of positive and of negative advantage
 LEAST_SPREADS = 2  # root mean squares of what shuffled advantages come to
@@ -81,6 +85,10 @@ class Trials:
     """The short runs of --deep, whose data and folders lie in one place."""
 
     def __init__(self, run: LocalRun, model: ModelFacts, place: Path) -> None:
+        self._is_drawn = run.train.places.draws_weights
+        if self._is_drawn:
+            run = with_drawn_weights(run, output_dir=str(place))
+            model = replace(model, path=run.train.places.model_name_or_path)
         own = run.train.but(model_name_or_path=model.path, **OF_ALL)
         self._run = replace(run, train=own, prepare=(), plot={})
         self._model, self._place = model, place
@@ -114,7 +122,8 @@ class Trials:
         [[[sample]]] = pack_pairs({0: pairs[0]}, num_ranks=1, max_tokens=most)
         yield self._line(sample)
         yield self._overfit(pairs[: NUM_IN_BATCH * self._run.num_ranks])
-        yield self._labels(pairs)
+        if not self._run.train.data.block_size:  # of a text, completions are not shuffled
+            yield self._labels(pairs)
         yield self._resumed()
 
     def of_samples(self) -> Iterator[Finding]:
@@ -156,14 +165,15 @@ class Trials:
                 return Finding("error", "deep", f"one batch {NUM_BATCHES} times: {failure}")
             losses = [row["loss"] for row in self._rows(name, METRICS_FILE)]
             self._trained = name, rate, pairs
-            if losses[-1] <= MOST_LOSS:
+            most = MOST_OF_RANDOM * losses[0] if self._is_drawn else MOST_LOSS
+            if losses[-1] <= most:
                 break
         text = (
             f"the loss of one batch of {len(pairs)} lines went from {losses[0]:.3g} to "
             f"{losses[-1]:.3g} nats a token in {NUM_BATCHES} steps at a rate of {rate:g}; at most "
-            f"{MOST_LOSS} may be left"
+            f"{most:.3g} may be left"
         )
-        if losses[-1] <= MOST_LOSS:
+        if losses[-1] <= most:
             return Finding("ok", "deep", text)
         return Finding("error", "deep", f"{text}: look at labels and --learning-rate")
 

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import click
@@ -31,6 +32,7 @@ from async_grpo.cli.train import main as train
 from async_grpo.devices.inventory import usable_devices
 from async_grpo.launch.child_processes import ChildProcess, RemoteProcess, Watched
 from async_grpo.launch.interrupts import Interrupted, interrupt_once, stdin_option, where_to_go_on
+from async_grpo.model.hub import local_folder
 from async_grpo.run import output_folder
 from async_grpo.telemetry.alarms import ALARMS_FILE
 from async_grpo.telemetry.jsonl import NewRows
@@ -143,6 +145,8 @@ def _carry_out(run: LocalRun, given: LocalRun) -> None:
         _finish(*own.get(program, (program,)), *options)
     if run.prepare and not run.goes_on:
         run_processes.refuse_broken(run, say=logger.warning, is_prepared=True)
+    if run.train.places.draws_weights and run.workers:
+        run = with_drawn_weights(run, output_dir=str(run.folder))
     try:
         with _file_kept(given):
             _train(run)
@@ -168,6 +172,22 @@ def _file_kept(run: LocalRun) -> Iterator[None]:
         is_refused = not accepted.exists() or accepted.stat().st_mtime_ns < began_at_ns
         if before is not None and is_refused:
             file.write_bytes(before)
+
+
+def with_drawn_weights(run: LocalRun, *, output_dir: str) -> LocalRun:
+    """The run of a folder whose weights --init random draws, for its trainer and workers alike."""
+    name, seed = run.train.places.model_name_or_path, run.train.data.infinite_sampler_seed
+    from async_grpo.checkpoint.export import initial_folder, write_initial  # imports torch
+
+    source = local_folder(name, revision=run.train.places.model_revision)
+    folder = initial_folder(source, output_dir=output_dir, seed=seed)
+    write_initial(source, folder, seed=seed)
+    workers = tuple(
+        replace(each, model_path=folder, model_revision="") if each.model_path == name else each
+        for each in run.workers
+    )
+    train = run.train.but(model_name_or_path=folder, model_revision="", init="pretrained")
+    return replace(run, workers=workers, train=train)
 
 
 def _train(run: LocalRun) -> None:

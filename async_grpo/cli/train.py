@@ -151,7 +151,7 @@ def check_at_once(config: TrainConfig) -> None:
     if config.recording.trackers:
         add_on("trackers").check_trackers(config.recording.trackers)
     model = Path(config.places.model_name_or_path)
-    check_files(model)
+    check_files(model, needs_weights=not config.places.draws_weights)
     check_tokenizer_files(model)
     from async_grpo.data.questions import check_sources  # imports numpy
 

@@ -1,19 +1,20 @@
 """What is done with a model that is there: `evaluate`, `generate` and `serve`.
 
-`evaluate` measures its accuracy on a file of questions, `generate` writes its outputs as training
-pairs, `serve` answers OpenAI's protocol.
+`evaluate` measures its accuracy on a file of questions, or its loss on one of texts, `generate`
+writes its outputs as training pairs, `serve` answers OpenAI's protocol.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import shutil
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,7 @@ def evaluate(model: str, data: str, **options: Any) -> None:
 
     DATA is what --eval-data-path takes. Workers and their Ray cluster are started here, and end
     with it. The same seed gives the same numbers, those that a run of these weights told.
+    With --loss it needs none of them: DATA is what --algorithm sft trains.
 
     \b
     e.g. runs/mine/hf_format/samples_1000 held_out.jsonl --samples 8 --reward-fns countdown
@@ -64,8 +66,35 @@ def evaluate(model: str, data: str, **options: Any) -> None:
     folder = _begin(config, model)
     mapping = parse_column_mapping(config.column_mapping)
     check_source(data, option="DATA", build=lambda row: Columns(row, mapping=mapping))
+    if config.loss:
+        from async_grpo.run.evaluating import evaluate_loss  # seconds, as all that needs torch
+
+        run = _loss_run(config, folder, data)
+        loss = evaluate_loss(run, dtype=config.dtype, limit=config.limit)
+        perplexity = math.exp(loss.mean)
+        told = {"eval_loss": loss.mean, "perplexity": perplexity, **asdict(loss)}
+        number = f"{loss.num_tokens:,} tokens of {loss.num_pairs:,} sequences"
+        _tell(told, config, f"loss {loss.mean:.4f} a token, perplexity {perplexity:.4f}, {number}")
+        return
     measured = _measured(config, model=os.path.abspath(folder), data=data)
-    _tell(measured, config)
+    from async_grpo.telemetry.evaluation_record import in_words
+
+    _tell(measured, config, in_words(measured))
+
+
+def _loss_run(config: EvaluateConfig, model: str, data: str) -> TrainConfig:
+    """Options of the supervised run that would train DATA."""
+    return TrainConfig(
+        model_name_or_path=model,
+        data_path=data,
+        algorithm="sft",
+        block_size=config.block_size,
+        data_split=config.data_split,
+        data_config=config.data_config,
+        column_mapping=config.column_mapping,
+        columns=config.columns,
+        max_tokens_per_gpu=1 << 30,  # a sequence may fill the model's positions
+    )
 
 
 def _measured(config: EvaluateConfig, *, model: str, data: str) -> dict[str, object]:
@@ -140,13 +169,12 @@ def _evaluated(
     return {key: value for key, value in row.items() if key not in OF_RUNS}
 
 
-def _tell(measured: dict[str, object], config: EvaluateConfig) -> None:
-    from async_grpo.telemetry.evaluation_record import in_words
+def _tell(measured: dict[str, object], config: EvaluateConfig, sentence: str) -> None:
     from async_grpo.telemetry.jsonl import write_json_atomic
 
     if config.output:
         write_json_atomic(Path(config.output), measured)
-    click.echo(in_words(measured))
+    click.echo(sentence)
 
 
 @click.command("generate", cls=OptionsCommand, context_settings=CONTEXT)

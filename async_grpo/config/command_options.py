@@ -22,6 +22,11 @@ from async_grpo.config.worker_config import WorkerConfig
 
 # Options that mean something else for a worker, whose model is already a local folder.
 NOT_OF_WORKER = {"model_revision", "temperature", "logging_level"}
+# Those of `evaluate` that have a meaning with --loss.
+OF_LOSS = {
+    "loss", "block_size", "limit", "output", "dtype", "model_revision", "data_split", "data_config",
+    "column_mapping", "columns", "logging_level",
+}  # fmt: skip
 EVALUATED_SET = "data"  # internal name of the one set, which is never shown
 TOKEN_VARIABLE = "ASYNC_GRPO_TOKEN"  # of `serve`
 
@@ -99,6 +104,12 @@ class EvaluateConfig(QuestionOptions):
     """of the samples and of the intervals: the same seed gives the same numbers"""
     output: str = option("", none="")
     """JSON file of all that is measured; empty: none"""
+    loss: bool = option(False)
+    """sample nothing: tell the mean loss of a token of DATA, which are texts, or pairs of a prompt
+    and its completion, as --algorithm sft trains them"""
+    block_size: int = option(0)
+    """with --loss: cut texts into blocks of so many tokens, as `async-grpo train` does; 0: each
+    line is a sequence of its own"""
 
     renderer: str = option("auto", group="Data and model")
     """how environments write messages as tokens: as `async-grpo train` takes it"""
@@ -116,6 +127,12 @@ class EvaluateConfig(QuestionOptions):
         if not re.fullmatch(r"(\d+(\+\d+)*)?", self.k):
             raise self.refusal("k", "must be numbers with + between them", "1+4 is usual")
         self.set_of("data")
+        if self.block_size and not self.loss:
+            raise self.refusal("block_size", "goes with --loss", "add it, or leave this out")
+        for each in fields(self) if self.loss else ():
+            if each.name not in OF_LOSS and getattr(self, each.name) != each.default:
+                rule = "means nothing with --loss, which samples and grades nothing"
+                raise self.refusal(each.name, rule, "leave it out")
 
     def set_of(self, data: str) -> EvaluationSet:
         """The evaluation set of the questions in `data`."""

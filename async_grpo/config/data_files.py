@@ -47,6 +47,7 @@ class DataSource:
     config: str = ""  # empty: its only one
     columns: Mapping[str, str] = field(default_factory=dict)  # type by column, of COLUMN_TYPES
     window: int = 0  # lines that are read at a time, of files that keep them; 0: all, into memory
+    whole_texts: bool = False  # a .txt file is one text, and not one a line
 
 
 def parse_columns(text: str, *, option_name: str = "columns") -> dict[str, str]:
@@ -225,13 +226,16 @@ class DataOptions(Options):
     """column=type pairs for values to convert, such as level=int,share=float; or bool, str. In CSV
     all else is text"""
     infinite_sampler_seed: int = option(37, must="", change=Change.FIXED)
-    """seed of the endless permutation of the questions"""
+    """seed of the endless permutation of the questions, and of the weights of --init random"""
     data_order: str = option("index", choices=("index", "window"), change=Change.FIXED)
     """index: lines are read into memory, checked, and shuffled as a whole; window: they stay in
     their JSONL or Parquet files, which may be larger than memory, and are checked when they come:
     windows of lines in random order, each shuffled"""
     data_window: int = option(16384, must=AT_LEAST_1, change=Change.FIXED)
     """lines of a window of --data-order window: the more, the better shuffled"""
+    block_size: int = option(0, change=Change.FIXED)
+    """sft: tokens of the blocks that texts are cut into, end to end, instead of a text a sequence;
+    0: each line is a sequence of its own"""
     max_prompt_tokens: int = option(0)
     """longest prompt of a question, in tokens; 0: what --max-tokens-per-gpu and the model leave
     beside an answer. With --data-order window workers must serve it"""
@@ -255,6 +259,12 @@ class DataOptions(Options):
         if bool(self.data_path) == bool(self.data):
             rule = "must be given, or --data for each of several files, and not both"
             raise self.refusal("data_path", rule, "name one file, or all with their types")
+        if self.block_size == 1:
+            rule = "must be at least 2, the first token of a block is not trained"
+            raise self.refusal("block_size", rule, "1024 is usual, 0 cuts nothing")
+        if self.block_size and self.data_order == "window":
+            rule = "must be 0 with --data-order window, whose lines stay in their files"
+            raise self.refusal("block_size", rule, "leave out one of the two")
 
     @property
     def data_files(self) -> tuple[DataFile, ...]:

@@ -76,6 +76,9 @@ class PlaceOptions(Options):
     """Hugging Face folder of a causal language model, or its name on a hub"""
     model_revision: str = option("", none="", change=Change.PLACE)
     """branch, tag or commit of a model on a hub; empty: its main branch"""
+    init: str = option("pretrained", choices=("pretrained", "random"))
+    """where the weights come from: pretrained, the model's folder; random: they are drawn from
+    --infinite-sampler-seed as transformers draws those of its config.json, and it needs none"""
     gateway: str = option("", none="", change=Change.INCIDENTAL)
     """PORT, or HOST:PORT, of a gateway on the policy while it is trained, in OpenAI's protocol: on
     loopback unless HOST says otherwise; 0: any free port; empty: none"""
@@ -102,6 +105,11 @@ class PlaceOptions(Options):
         if self.gateway and not (is_place and self.gateway_place[1] < 1 << 16):
             rule = "must be PORT or HOST:PORT, of a port below 65536"
             raise self.refusal("gateway", rule, "8000 is usual, and 0 takes any free port")
+
+    @property
+    def draws_weights(self) -> bool:
+        """Whether the run makes its weights, so that the model's folder needs none."""
+        return self.init == "random"
 
     @property
     def gateway_place(self) -> tuple[str, int]:

@@ -232,6 +232,8 @@ def _lines_of_file(source: DataSource) -> Iterator[Line]:
         )
     if place.is_file() and place.suffix == ".csv":
         return _read_csv(source.path)
+    if source.whole_texts and place.is_file() and place.suffix == ".txt":
+        return _read_text(place)
     return _read_json(source.path) if _is_json(place) else _read_dataset(source)
 
 
@@ -283,6 +285,16 @@ def _read_csv(path: str) -> Iterator[Line]:
         raise DataError(f"{path} cannot be read: {error.strerror}: check its permissions") from None
     except (UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"{path} must be CSV in UTF-8: {error}: {WHOLE_CSV}") from None
+
+
+def _read_text(file: Path) -> Iterator[Line]:
+    """The whole file as one text."""
+    try:
+        yield str(file), {"text": file.read_text(encoding="utf-8")}
+    except OSError as error:
+        raise DataError(f"{file} cannot be read: {error.strerror}: check its permissions") from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"{file} must be text in UTF-8: {error}: convert it") from None
 
 
 def read_parquet(path: str, *, first: int = 0) -> Iterator[Line]:

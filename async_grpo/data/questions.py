@@ -78,6 +78,11 @@ class Columns:
         """Whether every other column is missing or null."""
         return [name for name, value in self._row.items() if value is not None] == [self.name(ours)]
 
+    def is_blank(self, ours: str) -> bool:
+        """Whether the column's text is empty, or white space."""
+        value = self._value(ours)
+        return isinstance(value, str) and not value.strip()
+
     def text(self, ours: str) -> str:
         """The column's text, which must hold more than white space."""
         value = self._value(ours)
@@ -194,6 +199,19 @@ class LineReader:
         limit = "--max-tokens-per-gpu or the model's own limit"
         self._check_length(columns, len(prompt) + len(completion), "pair", limit)
         return TrainingPair(np.asarray(prompt, np.int32), np.asarray(completion, np.int32))
+
+    def document(self, row: Mapping[str, object]) -> TrainingPair:
+        """All tokens of a line that `pair` trains as a whole, however many; of a blank text none.
+
+        They are an uncut pair: see `table.blocks_of`.
+        """
+        columns = Columns(row, mapping=self.mapping)
+        if not (column := _whole_text(columns)):
+            expected = "a text alone, which --block-size cuts"
+            raise columns.malformed("text", expected=expected, value=[*row])
+        is_blank = columns.is_blank(column)
+        ids = [] if is_blank else self._closed(columns, column, text_token_ids)
+        return TrainingPair(np.asarray(ids[:1], np.int32), np.asarray(ids[1:], np.int32))
 
     def given(self, row: Mapping[str, object]) -> GivenPair:
         """A pair, read as `pair` reads it, with its texts and every other column."""

@@ -7,10 +7,11 @@ never passes on an object for each record.
 
 from __future__ import annotations
 
+import logging
 import pickle
 from abc import abstractmethod
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Self, TypeVar
 
 import numpy as np
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 
 from async_grpo.types import GivenPair, Question, TrainingPair
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
@@ -112,3 +114,31 @@ class GivenTable(_Table[GivenPair]):
         *question, completion, text = rest
         ids = np.frombuffer(completion, np.int32)
         return GivenPair(QuestionTable._unpack(prompt, *question), ids, text)
+
+
+def blocks_of(documents: Iterable[TrainingPair], *, size: int) -> Iterator[TrainingPair]:
+    """The documents' tokens end to end, cut into blocks, of which all but the first are trained.
+
+    Each block has `size` tokens, the last one what is left; a lone last token is left out.
+
+    >>> pair = TrainingPair(np.array([5], np.int32), np.array([6, 7, 8], np.int32))
+    >>> [(*block.prompt_token_ids.tolist(), block.completion_token_ids.tolist())
+    ...  for block in blocks_of([pair, pair], size=3)]
+    [(5, [6, 7]), (8, [5, 6]), (7, [8])]
+    """
+    left, num_tokens, num_documents, num_blank = np.zeros(0, np.int32), 0, 0, 0
+    for each in documents:
+        ids = np.concatenate((left, each.prompt_token_ids, each.completion_token_ids))
+        num_documents += 1
+        num_blank += len(ids) == len(left)
+        num_tokens += len(ids) - len(left)
+        num_cut = len(ids) // size * size
+        for block in ids[:num_cut].reshape(-1, size):
+            yield TrainingPair(block[:1], block[1:])
+        left = ids[num_cut:]
+    if len(left) > 1:
+        yield TrainingPair(left[:1], left[1:])
+    logger.info(
+        "%d texts with %d tokens, in blocks of %d; left out: %d blank texts, the last %d tokens",
+        num_documents, num_tokens, size, num_blank, len(left) == 1,
+    )  # fmt: skip

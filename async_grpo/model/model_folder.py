@@ -44,10 +44,10 @@ class ModelFacts:
     num_heads: int = 0  # of attention; 0: unknown, the config does not have it
 
 
-def check_model_folder(path: str) -> ModelFacts:
+def check_model_folder(path: str, *, needs_weights: bool = True) -> ModelFacts:
     """Read config and tokenizer, in seconds; UnfitModel for a model that cannot be trained."""
     folder = Path(path)
-    check_files(folder)
+    check_files(folder, needs_weights=needs_weights)
     check_tokenizer_files(folder)
     config = read_config(folder)
     tokenizer = _read_tokenizer(path)
@@ -73,14 +73,14 @@ def check_model_folder(path: str) -> ModelFacts:
     )
 
 
-def stated_facts(path: str) -> ModelFacts | None:
+def stated_facts(path: str, *, needs_weights: bool = True) -> ModelFacts | None:
     """The facts in config.json alone, without the tokenizer, which takes seconds to read.
 
     None if config.json leaves sizes to transformers' defaults. Raises `UnfitModel` for missing
     files.
     """
     folder = Path(path)
-    check_files(folder)
+    check_files(folder, needs_weights=needs_weights)
     check_tokenizer_files(folder)
     stated, positions = _stated(folder), stated_positions(folder)
     vocab_size, num_heads = stated.get("vocab_size"), stated.get("num_attention_heads")
@@ -104,7 +104,7 @@ def check_reward_model(path: str) -> ModelFacts | None:
     return found
 
 
-def check_files(folder: Path) -> None:
+def check_files(folder: Path, *, needs_weights: bool = True) -> None:
     if not folder.is_dir():
         raise UnfitModel(
             "the model must be a Hugging Face folder on this machine, or the name of a model on a "
@@ -115,10 +115,13 @@ def check_files(folder: Path) -> None:
             f"a model folder must hold config.json, {folder} does not: "
             "give the folder that save_pretrained wrote"
         )
+    if not needs_weights:
+        return
     if not [*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]:
         raise UnfitModel(
             f"a model folder must hold weights (*.safetensors or pytorch_model*.bin), {folder} has "
-            "none: finish the download, or convert the weights with save_pretrained"
+            "none: finish the download, convert the weights with save_pretrained, or train from "
+            "nothing with --init random"
         )
     for file in sorted(folder.glob("*.safetensors")):
         _check_length(file)

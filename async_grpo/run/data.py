@@ -19,7 +19,7 @@ from async_grpo.data.lines import Build, load_records
 from async_grpo.data.order import QuestionStream, TypedQuestions, WindowStream
 from async_grpo.data.questions import LineReader, parse_column_mapping
 from async_grpo.data.shards import NUM_CHECKED, StreamedRecords
-from async_grpo.data.table import GivenTable, PairTable, QuestionTable
+from async_grpo.data.table import GivenTable, PairTable, QuestionTable, blocks_of
 from async_grpo.model.model_folder import ModelFacts
 from async_grpo.types import GivenPair, Question, TrainingPair
 from async_grpo.util.errors import ConfigError, DataError
@@ -41,21 +41,32 @@ class Part:
     source: DataSource
     build: Build[Any]
     set: EvaluationSet | None = None  # of --eval
+    block_size: int = 0  # tokens of the blocks that all lines are cut into; 0: a line is a record
 
     def records(self, *, goes_on: Callable[[], bool] = lambda: True) -> Iterator[Any]:
         """Yield the record of every line while `goes_on` is true; raises `DataError`."""
         few = NUM_CHECKED if self.source.window else None  # a run leaves out bad ones of the rest
         limit = (self.set.limit or None) if self.set else few
-        return load_records(self.source, self.build, goes_on=goes_on, limit=limit)
+        found = load_records(self.source, self.build, goes_on=goes_on, limit=limit)
+        return blocks_of(found, size=self.block_size) if self.block_size else found
 
 
 def parts_of(config: TrainConfig, facts: ModelFacts) -> tuple[Part, ...]:
     """The sources of a run, in the order of their records in the run's tables."""
     if find_algorithm(config).learns_from_pairs:
-        build = line_reader(config, facts, max_tokens=_most(config, facts)).pair
+        size, most = config.data.block_size, _most(config, facts)
+        if size > most:
+            rule = f"must be at most {most}, as --max-tokens-per-gpu and the model's positions are"
+            raise config.refusal("block_size", rule, "lower it")
+        reader = line_reader(config, facts, max_tokens=most)
+        build = reader.document if size else reader.pair
         source = replace(config.data.data_files[0].source, window=config.data.window)
-        found = [Part("train", source, build)]
-        return (*found, *([Part("held out", config.held_out, build)] if config.held_out else []))
+        named: dict[Purpose, DataSource | None] = {"train": source, "held out": config.held_out}
+        return tuple(
+            Part(purpose, replace(each, whole_texts=size > 0), build, block_size=size)
+            for purpose, each in named.items()
+            if each
+        )
     return tuple(_question_parts(config, facts))
 
 
@@ -127,8 +138,9 @@ def few_lines(config: TrainConfig, num_records: int) -> str:
     batching = config.batching
     if num_records >= batching.batch_size:
         return ""
+    kind = "blocks" if config.data.block_size else "lines"
     return (
-        f"--data-path {config.data.data_paths} holds {num_records} lines, fewer than --batch-size "
+        f"--data-path {config.data.data_paths} holds {num_records} {kind}, fewer than --batch-size "
         f"{batching.batch_size}: each is trained about {batching.batch_size / num_records:.3g} "
         "times in every batch; give more data or a smaller batch"
     )

@@ -21,7 +21,7 @@ from threading import Event
 from typing import Protocol
 
 from async_grpo.batching.supervised import supervised_stream
-from async_grpo.checkpoint.export import Exports, export_finished
+from async_grpo.checkpoint.export import Exports, export_finished, initial_folder, write_initial
 from async_grpo.checkpoint.resume import Start, find_start
 from async_grpo.checkpoint.saving import Checkpoints, Read
 from async_grpo.checkpoint.tensors import restore_learner
@@ -51,7 +51,8 @@ def train_grpo(config: TrainConfig, ranks: Ranks, *, stop: Event | None = None) 
     """
     stop = stop or Event()
     record = RunRecord(config.recording.output_dir, rank=ranks.rank)
-    if (start := _find_start(config, ranks)) is None:
+    config, start = _begun(config, ranks)
+    if start is None:
         return
     devices = ranks.gather(device_id())
     main: MainRank | OtherRank = (
@@ -72,7 +73,8 @@ def train_sft(config: TrainConfig, ranks: Ranks, *, stop: Event | None = None) -
     All ranks leave together, before their next item, once `stop` is set on any of them.
     """
     stop = stop or Event()
-    if (start := _find_start(config, ranks)) is None:
+    config, start = _begun(config, ranks)
+    if start is None:
         return
     pairs, held_out, facts = ranks.on_main(lambda: _load(config)) or _load(config)
     hashes = ranks.on_main(lambda: hash_contents(config, facts, pairs, start=start))
@@ -188,11 +190,21 @@ def train_steps(
         report.doing("waiting for samples")
 
 
-def _find_start(config: TrainConfig, ranks: Ranks) -> Start | None:
-    """Where the run starts; None where it is finished: then its last export is complete."""
+def _begun(config: TrainConfig, ranks: Ranks) -> tuple[TrainConfig, Start | None]:
+    """The options, with the folder of random weights that they ask for, and where the run starts.
+
+    None where it is finished: then its last export is complete.
+    """
+    seed, source = config.data.infinite_sampler_seed, config.places.model_name_or_path
+    if is_drawn := config.places.draws_weights:
+        output = config.recording.output_dir
+        folder = ranks.share(lambda: initial_folder(source, output_dir=output, seed=seed))
+        config = config.but(model_name_or_path=folder)
     start = ranks.share(lambda: find_start(config))
+    if is_drawn:
+        ranks.on_main(lambda: write_initial(source, folder, seed=seed))
     if not start.is_finished:
-        return start
+        return config, start
 
     def restored() -> Learner:
         learner = Learner.build(config, ranks)
@@ -201,7 +213,7 @@ def _find_start(config: TrainConfig, ranks: Ranks) -> Start | None:
 
     output_dir = config.recording.output_dir
     export_finished(output_dir, ranks, start.state["exports"], restored=restored)
-    return None
+    return config, None
 
 
 def _keep_result(data: Data, ranks: Ranks, exports: Exports, checkpoints: Checkpoints) -> None:

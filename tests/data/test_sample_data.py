@@ -23,6 +23,7 @@ countdown_demonstrations = importlib.import_module("countdown_demonstrations")
 two_kinds = importlib.import_module("create_two_kinds")
 deepscaler = importlib.import_module("create_deepscaler")
 one_digit_sums = importlib.import_module("create_one_digit_sums")
+small_gpt2 = importlib.import_module("create_small_gpt2")
 
 THREE = count_down.CountDownRange(max_numbers=3)
 TINY = count_down.CountDownRange(max_numbers=3, max_number=9, operators="+-")
@@ -257,3 +258,12 @@ def test_a_source_without_problems_is_named(tmp_path):
     (tmp_path / "source.json").write_text('[{"question": "1+1"}]')
     done = run(deepscaler, "--source", tmp_path / "source.json", "--output", tmp_path / "o")
     assert done.exit_code == 1 and "cannot be read as problems and answers" in done.output
+
+
+def test_the_small_gpt2_reads_every_text_as_its_bytes():
+    tokenizer = small_gpt2.byte_tokenizer()
+    texts = ["naïve  ✓\n\n\tx ", *itertools.islice(small_gpt2.docstrings(), 5)]
+    for text in texts:
+        ids = tokenizer(text)["input_ids"]
+        assert tokenizer.decode(ids) == text and len(ids) == len(text.encode())
+    assert len(tokenizer) == 257 and tokenizer.eos_token_id == 0

@@ -1,6 +1,7 @@
 """A run that evaluates beside its training, and its exports evaluated alone: the same numbers."""
 
 import json
+import math
 
 import pytest
 from commands import Command, dispatcher
@@ -149,3 +150,25 @@ def test_so_it_does_of_a_set_with_its_own_sampling(folder):
         "--max-generation-tokens", 24, "--limit", 8, "--seed", 5,
     )  # fmt: skip
     assert figures(found) == figures(rows_of(folder, "hard")[BATCHES], of="hard")
+
+
+def test_the_example_from_nothing_learns_and_its_export_alone_has_the_run_s_loss(tmp_path):
+    run, start = tmp_path / "run", tmp_path / "start"
+    done(
+        *("launch", "examples/from_nothing.toml", "--output-dir", run, "--trackers", ""),
+        *("--prepare", f"python sample-data/create_small_gpt2.py --output {start}"),
+        *("--model-name-or-path", start / "model", "--data-path", start / "text.jsonl"),
+        *("--eval-data-path", start / "held_out.jsonl", "--num-training-batches", 40),
+        *("--num-warmup-steps", 10),
+    )
+    first, last = read_lines(run / "evaluation_metrics.jsonl")
+    assert first["eval_loss"] == pytest.approx(math.log(257), abs=0.1)
+    assert last["eval_loss"] < 3.5
+    output = tmp_path / "loss.json"
+    export = run / "hf_format" / "samples_640"
+    of_data = start / "held_out.jsonl", "--loss", "--block-size", 128, "--output", output
+    told = done("evaluate", export, *of_data)
+    alone = json.loads(output.read_text())
+    assert alone["eval_loss"] == pytest.approx(last["eval_loss"], rel=1e-6)
+    assert alone["num_tokens"] == last["num_tokens"]
+    assert f"loss {last['eval_loss']:.4f} a token" in told

@@ -11,6 +11,7 @@ from oracle import oracle_twin, relative_difference, tiny_model
 
 from async_grpo.batching.supervised import supervised_stream
 from async_grpo.data.questions import LineReader
+from async_grpo.data.table import blocks_of
 from async_grpo.model.collate import collate
 from async_grpo.model.policy import PolicyModel
 from async_grpo.training.learner import HeldOutPairs
@@ -50,18 +51,13 @@ def test_the_loss_is_a_mean_over_all_tokens_whatever_the_packing(
     assert all(parameter.grad is None for parameter in learner.policy.parameters())
 
 
-def test_the_gradient_of_plain_text_is_of_all_tokens_after_its_first():
-    texts = [[5, 9, 3, 7, 1], [8, 1], [2, 2, 6, 1]]
-    lines = [{"completion_token_ids": ids} for ids in texts]
-    lines.append({"input_token_ids": [4, 3], "completion_token_ids": [9, 1]})
-    model = tiny_model(tied=True)
+def gradient_of(pairs, **options):
+    """The gradient of one step on these pairs, packed into rows."""
     config = CONFIG.but(
-        algorithm="sft", batch_size=4, train_minibatch_size=0, num_training_batches=1,
-        max_tokens_per_gpu=8,
+        algorithm="sft", batch_size=len(pairs), train_minibatch_size=0, num_training_batches=1,
+        **options,
     )  # fmt: skip
-    step, _, gradients = equip(PolicyModel(model), config)
-    reader = LineReader(tokenizer=None, vocab_size=64, max_tokens=8)
-    pairs = [reader.pair(line) for line in lines]
+    step, _, gradients = equip(PolicyModel(tiny_model(tied=True)), config)
     stream = supervised_stream(
         pairs, batching=config.batching, stream_index=int, num_ranks=1, rank=0
     )
@@ -70,11 +66,35 @@ def test_the_gradient_of_plain_text_is_of_all_tokens_after_its_first():
             step.finish(item.num_tokens, num_samples=item.num_samples)
         else:
             step.accumulate(collate(item.samples, aggregation="token-mean"))
+    return gradients[0]
 
+
+def oracle_gradient_of(split):
+    """(trained tokens, float64 gradient of their mean loss) of (prompt, completion) pairs."""
     twin = oracle_twin(tiny_model(tied=True))
-    split = [(ids[:1], ids[1:]) for ids in texts] + [([4, 3], [9, 1])]
     losses = torch.cat([token_losses(twin, *pair) for pair in split])
-    assert len(losses) == 4 + 1 + 3 + 2
     losses.mean().backward()
-    expected = {name: parameter.grad for name, parameter in twin.named_parameters()}
-    assert relative_difference(gradients[0], expected) < 1e-5
+    return len(losses), {name: parameter.grad for name, parameter in twin.named_parameters()}
+
+
+def test_the_gradient_of_plain_text_is_of_all_tokens_after_its_first():
+    texts = [[5, 9, 3, 7, 1], [8, 1], [2, 2, 6, 1]]
+    lines = [{"completion_token_ids": ids} for ids in texts]
+    lines.append({"input_token_ids": [4, 3], "completion_token_ids": [9, 1]})
+    reader = LineReader(tokenizer=None, vocab_size=64, max_tokens=8)
+    found = gradient_of([reader.pair(line) for line in lines], max_tokens_per_gpu=8)
+    split = [(ids[:1], ids[1:]) for ids in texts] + [([4, 3], [9, 1])]
+    num_tokens, expected = oracle_gradient_of(split)
+    assert num_tokens == 4 + 1 + 3 + 2
+    assert relative_difference(found, expected) < 1e-5
+
+
+def test_the_gradient_of_blocks_is_of_all_tokens_after_the_first_of_each():
+    texts = [[5, 9, 3, 7, 1], [8, 1], [2, 2, 6, 1, 4, 1, 1]]
+    reader = LineReader(tokenizer=None, vocab_size=64, max_tokens=8)
+    documents = (reader.document({"completion_token_ids": ids}) for ids in texts)
+    found = gradient_of(list(blocks_of(documents, size=4)), max_tokens_per_gpu=9)
+    blocks = [5, 9, 3, 7], [1, 8, 1, 2], [2, 6, 1, 4], [1, 1]
+    num_tokens, expected = oracle_gradient_of([(ids[:1], ids[1:]) for ids in blocks])
+    assert num_tokens == 3 * 3 + 1
+    assert relative_difference(found, expected) < 1e-5
