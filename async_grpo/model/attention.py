@@ -24,7 +24,7 @@ FLASH_2 = "flash_attention_2"  # transformers' own name
 FLASH_3_PACKAGE = "flash_attn_interface"
 HOPPER = 9  # major compute capability of the devices that FlashAttention-3 is for
 # Arguments of transformers that are used before attention, or repeat what others say.
-WITHOUT_EFFECT = {"position_ids", "use_cache", "cu_seq_lens_k", "max_length_k"}
+WITHOUT_EFFECT = {"position_ids", "use_cache", "cu_seq_lens_k", "max_length_k", "seq_idx"}
 Heads = tuple[Tensor, Tensor, Tensor]  # query [1, A, T, D], key and value [1, K, T, D]
 HALF_TYPES = (torch.bfloat16, torch.float16)
 # `varlen_attn` accepts grouped heads; since torch 2.12 it needs a flag for them.

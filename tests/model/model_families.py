@@ -1,4 +1,4 @@
-"""Tiny models of families whose logits, attention or residuals are scaled, capped, windowed."""
+"""Tiny models of families that scale, cap or window, and of those whose layers carry a state."""
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -9,7 +9,28 @@ SIZES = dict(
     pad_token_id=None, bos_token_id=1, eos_token_id=1,
 )  # fmt: skip
 ALTERNATE = ["sliding_attention", "full_attention"] * 2
-FAMILIES = {
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 16}
+LINEAR = {
+    "layer_types": ["linear_attention", "full_attention"] * 2, "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+}  # fmt: skip
+STATEFUL = {
+    "bamba": MAMBA | {"attn_layer_indices": [1, 3]},
+    "falcon_h1": MAMBA | {"mamba_d_ssm": 64, "lm_head_multiplier": 0.3},
+    "granitemoehybrid": MAMBA | {
+        "layer_types": ["mamba", "attention"] * 2, "num_local_experts": 0, "logits_scaling": 6.0,
+        "shared_intermediate_size": 48,
+    },
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2, "conv_dim": 32},
+    "mamba2": {"num_heads": 8, "n_groups": 1, "state_size": 16, "expand": 2},
+    "nemotron_h": {
+        "layers_block_type": ["mamba", "attention", "mlp", "mamba"], "mamba_num_heads": 8,
+        "mamba_head_dim": 8, "n_groups": 1, "ssm_state_size": 16,
+    },
+    "qwen3_5_text": LINEAR,
+    "qwen3_next": LINEAR | {"num_experts": 0, "mlp_only_layers": [0, 1, 2, 3]},
+}  # fmt: skip
+FAMILIES = STATEFUL | {
     "cohere": {"logit_scale": 0.25},
     "cohere2": {"logit_scale": 3.0, "sliding_window": 4, "layer_types": ALTERNATE},
     "gemma2": {
@@ -32,7 +53,7 @@ FAMILIES = {
 
 
 def family_config(family, **changes):
-    return AutoConfig.for_model(family, **(SIZES | FAMILIES[family] | changes))
+    return AutoConfig.for_model(family, **(SIZES | FAMILIES.get(family, {}) | changes))
 
 
 def family_model(family, *, attention, dtype=torch.float64, **changes):
