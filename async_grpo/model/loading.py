@@ -2,8 +2,8 @@
 
 How an architecture is packed is found by a test of a small random model of the same config, before
 weights are read. Layers that carry a state along a row are told where its sequences begin; where
-that changes nothing, such a layer is run once a sequence. What is still wrong is refused: windows that are
-known to masks alone, heads that do more than multiply, kernels that ignore an argument.
+that changes nothing, such a layer is run once a sequence. What is still wrong is refused: windows
+that are known to masks alone, heads that do more than multiply, kernels that ignore an argument.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import logging
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,7 +32,10 @@ logger = logging.getLogger(__name__)
 CPU = torch.device("cpu")
 LENGTHS = (4, 3, 2)  # a prompt, and outputs of two of its samples
 VOCAB_SIZE = 64
-SMALL = {"intermediate_size": 64, "vocab_size_per_layer_input": 64, "sliding_window": 3}
+SMALL = {
+    "intermediate_size": 64, "vocab_size_per_layer_input": 64, "sliding_window": 3,
+    "attention_chunk_size": 3,
+}  # fmt: skip
 # Ends of names of lists that hold numbers of layers.
 INDICES = ("_indices", "_idxs", "layer_ids", "only_layers", "moe_layers")
 TOLERANCE = 1e-3  # nats in float32, where wrong attention differs by tenths
@@ -227,6 +231,13 @@ def small_model(config: PreTrainedConfig) -> PreTrainedModel:
         elif name in SMALL and isinstance(value, int):
             setattr(small, name, min(value, SMALL[name]))
     small.num_hidden_layers = len(kept)
+    if shared := _sharing_layers(config):
+        small.num_kv_shared_layers = sum(shared[layer] for layer in kept)
+    if own := getattr(config, "_heterogeneity_spec", None):  # layers with sizes of their own
+        overrides = own.per_layer_overrides
+        small.per_layer_config = {
+            kept.index(layer): overrides[layer] for layer in overrides if layer in kept
+        }
     small.vocab_size = VOCAB_SIZE
     small.pad_token_id = None  # would be a row of the embedding
     with torch.random.fork_rng(devices=[]):
@@ -243,15 +254,23 @@ def small_model(config: PreTrainedConfig) -> PreTrainedModel:
 
 def _layers_of_each_kind(config: PreTrainedConfig) -> list[int]:
     """The first layer of each kind that the config's lists by layer tell apart, at least two."""
-    lists = dict(_lists_by_layer(config))
+    lists = _lists_by_layer(config)
     if isinstance(types := getattr(config, "layer_types", None), list):  # it may be a property
         lists["layer_types"] = types
+    if shared := _sharing_layers(config):
+        lists["shared"] = shared
     kinds = list(zip(*lists.values(), strict=True)) if lists else []
     first = {repr(kind): layer for layer, kind in reversed(list(enumerate(kinds)))}
     return sorted({*range(min(2, config.num_hidden_layers)), *first.values()})
 
 
-def _lists_by_layer(config: PreTrainedConfig) -> dict[str, list[object]]:
+def _sharing_layers(config: PreTrainedConfig) -> list[bool]:
+    """Whether each layer attends to the keys of an earlier one; empty if none does."""
+    count, sharing = config.num_hidden_layers, getattr(config, "num_kv_shared_layers", 0) or 0
+    return [layer >= count - sharing for layer in range(count)] if sharing else []
+
+
+def _lists_by_layer(config: PreTrainedConfig) -> dict[str, list[Any]]:
     """The config's lists with an entry a layer, unless their entries are numbers of layers."""
     count = config.num_hidden_layers
     return {

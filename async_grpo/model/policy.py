@@ -225,7 +225,8 @@ def _num_heads(config: PreTrainedConfig) -> int:
 
 
 def _head_size(config: PreTrainedConfig) -> int:
-    size = getattr(config, "head_dim", None) or config.hidden_size // max(_num_heads(config), 1)
+    # Not by `getattr`, which some configs refuse where layers differ: this is most layers' size.
+    size = vars(config).get("head_dim") or config.hidden_size // max(_num_heads(config), 1)
     return int(size)
 
 

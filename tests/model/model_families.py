@@ -45,7 +45,23 @@ FAMILIES = STATEFUL | {
         "logits_scaling": 6.0, "attention_multiplier": 0.3, "residual_multiplier": 0.4,
         "embedding_multiplier": 5.0,
     },
+    "deepseek_v3": {
+        "kv_lora_rank": 16, "q_lora_rank": 24, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8,
+        "v_head_dim": 6, "first_k_dense_replace": 4, "num_key_value_heads": 4,
+    },
+    "gemma4_text": {
+        "final_logit_softcapping": 2.5, "sliding_window": 4, "layer_types": ALTERNATE,
+        "num_kv_shared_layers": 2, "vocab_size_per_layer_input": 64,
+        "hidden_size_per_layer_input": 8, "global_head_dim": 16,
+    },
+    "glm": {"partial_rotary_factor": 0.5},
+    "granite_swa": {"logits_scaling": 6.0, "sliding_window": 4, "layer_types": ALTERNATE},
+    "minicpm3": {
+        "kv_lora_rank": 16, "q_lora_rank": 24, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8,
+        "v_head_dim": 8, "num_key_value_heads": 4,
+    },
     "phi3": {},
+    "smollm3": {"no_rope_layers": [1, 0, 1, 0]},
     "mistral": {"sliding_window": 4},
     "olmo2": {},
     "qwen3": {},

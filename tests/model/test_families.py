@@ -50,8 +50,7 @@ def test_a_packed_row_has_log_probabilities_and_gradients_of_sequences_alone(fam
     for logprobs, entropy in ((scored.logprobs, scored.entropy), expected):
         (logprobs.sin().sum() + entropy.square().sum()).backward()
     for own, other in zip(policy.model.parameters(), twin.parameters(), strict=True):
-        # Transformers' own kernels of states compute in float32.
-        tolerance = 1e-4 if family in STATEFUL else 1e-5
+        tolerance = 1e-4 if family in {*STATEFUL, "minicpm3"} else 1e-5  # more in float32
         assert (own.grad - other.grad).norm() <= tolerance * other.grad.norm()
 
 
