@@ -45,7 +45,7 @@ def attention_ratio(*, num_parameters: int, num_layers: int, attention_width: in
     >>> attention_ratio(num_parameters=12 * 24 * 1024**2, num_layers=24, attention_width=1024)
     12288.0
     """
-    return num_parameters / (num_layers * attention_width)
+    return num_parameters / max(num_layers * attention_width, 1)  # some models have no attention
 
 
 def estimate_cost(num_tokens: int, *, attention_ratio: float = DEFAULT_ATTENTION_RATIO) -> float:

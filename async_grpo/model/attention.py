@@ -1,7 +1,7 @@
 """Attention over packed rows: sequences end to end, none of which attends to another.
 
 Registered with transformers as "packed". Legend: T packed tokens, S sequences, A query heads,
-K key-value heads, D head size.
+K key-value heads, D head size; values of latent attention have another, E.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ from __future__ import annotations
 import functools
 import logging
 from importlib.util import find_spec
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.utils import is_flash_attn_2_available
 
@@ -25,7 +26,7 @@ FLASH_3_PACKAGE = "flash_attn_interface"
 HOPPER = 9  # major compute capability of the devices that FlashAttention-3 is for
 # Arguments of transformers that are used before attention, or repeat what others say.
 WITHOUT_EFFECT = {
-    "position_ids", "use_cache", "cu_seq_lens_k", "max_length_k", "output_router_logits",
+    "position_ids", "use_cache", "cu_seq_lens_k", "max_length_k", "output_router_logits", "seq_idx",
 }  # fmt: skip
 Heads = tuple[Tensor, Tensor, Tensor]  # query [1, A, T, D], key and value [1, K, T, D]
 HALF_TYPES = (torch.bfloat16, torch.float16)
@@ -85,6 +86,7 @@ def packed_attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int | None = None,
     repeat_index: Tensor | None = None,
@@ -93,13 +95,15 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Causal attention within every sequence of a row; the signature is transformers'.
 
-    query [1, A, T, D], key and value [1, K, T, D], cu_seq_lens_q [S+1] (absent: one sequence).
+    query [1, A, T, D], key [1, K, T, D], value [1, K, T, E], cu_seq_lens_q [S+1] (absent: one).
     Where sequences share a prompt that is in the row once, `repeat_index` [U] and `first_index` [T]
     map to the row of whole sequences and back (see PackedMinibatch). With `softcap`, scores are
-    softcap * tanh(score / softcap), and all scores of one sequence are in memory at a time.
-    Returns [1, T, A, D]. Raises ValueError for arguments that it does not support.
+    softcap * tanh(score / softcap); with `s_aux` [A], the sinks, a share of each head's attention
+    goes to nothing. With either all scores of one sequence are in memory at a time.
+    Returns [1, T, A, E]. Raises ValueError for arguments that it does not support.
     """
-    unknown = {name for name in others.keys() - WITHOUT_EFFECT if others[name] is not None}
+    named = others.keys() - WITHOUT_EFFECT
+    unknown = {n for n in named if not (others[n] is None or others[n] is False)}
     if attention_mask is not None or dropout or unknown or query.shape[0] != 1:
         raise ValueError(
             "packed attention takes one row without mask or dropout, and no other options, got "
@@ -112,12 +116,20 @@ def packed_attention(
     if repeat_index is not None:
         query, key, value = (_tokens(tensor, repeat_index) for tensor in (query, key, value))
     heads = (query, key, value)
-    # The fused kernel has no softcap.
-    if query.device.type == "cuda" and query.dtype in HALF_TYPES and not softcap:
+    is_plain = not softcap and s_aux is None  # the fused kernel has neither
+    if query.device.type == "cuda" and query.dtype in HALF_TYPES and is_plain:
         output = _varlen(heads, cu_seq_lens_q, max_length_q, scaling, sliding_window)
     else:
-        output = _by_sequence(heads, cu_seq_lens_q, scaling, sliding_window, softcap)
+        whole = None if is_plain else Scores(softcap, s_aux)
+        output = _by_sequence(heads, cu_seq_lens_q, scaling, sliding_window, whole)
     return output if first_index is None else output.index_select(1, first_index), None
+
+
+class Scores(NamedTuple):
+    """What changes the scores of attention between product and softmax."""
+
+    softcap: float | None
+    sinks: Tensor | None  # [A], a score of each head for no key at all
 
 
 def _tokens(tensor: Tensor, index: Tensor) -> Tensor:
@@ -130,9 +142,13 @@ def _tokens(tensor: Tensor, index: Tensor) -> Tensor:
 def _varlen(
     heads: Heads, cu_seqlens: Tensor, max_seqlen: int, scaling: float | None, window: int | None
 ) -> Tensor:
-    """One fused CUDA kernel over all sequences, [1, T, A, D]."""
+    """One fused CUDA kernel over all sequences, [1, T, A, E]."""
     from torch.nn.attention.varlen import varlen_attn  # imports CUDA kernels
 
+    query, key, value = heads
+    missing = query.shape[-1] - value.shape[-1]  # the kernel has one size of heads
+    if missing:
+        heads = query, key, pad(value, (0, missing))
     rows = (tensor[0].transpose(0, 1) for tensor in heads)
     look_back = -1 if window is None else window - 1
     output = varlen_attn(
@@ -145,7 +161,7 @@ def _varlen(
         window_size=(look_back, 0),
         **GROUPED_HEADS,
     )
-    return output[None]
+    return output[None, ..., : value.shape[-1]]
 
 
 @torch.compiler.disable  # lengths differ in every row: compiling would never end
@@ -154,17 +170,17 @@ def _by_sequence(
     cu_seqlens: Tensor,
     scaling: float | None,
     window: int | None,
-    softcap: float | None,
+    scores: Scores | None,
 ) -> Tensor:
-    """One attention call a sequence, exact on every device and type, [1, T, A, D]."""
+    """One attention call a sequence, exact on every device and type, [1, T, A, E]."""
     lengths = cu_seqlens.diff().tolist()
     outputs = []
     # Projections lay tensors out token by token: cut and joined by tokens, nothing is reordered.
     rows = (tensor.transpose(1, 2).split(lengths, dim=1) for tensor in heads)
     for parts in zip(*rows, strict=True):
         q, k, v = (part.transpose(1, 2) for part in parts)
-        if softcap:
-            outputs.append(_capped(q, k, v, scaling, window, softcap))
+        if scores:
+            outputs.append(_whole(q, k, v, scaling, window, scores))
             continue
         # None: causality alone decides.
         mask = (
@@ -183,22 +199,29 @@ def _by_sequence(
     return torch.cat(outputs, dim=1)
 
 
-def _capped(
+def _whole(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     scaling: float | None,
     window: int | None,
-    softcap: float,
+    change: Scores,
 ) -> Tensor:
-    """Attention of one sequence, [1, L, A, D], with capped scores [1, A, L, L]."""
+    """Attention of one sequence, [1, L, A, E], with all of its scores [1, A, L, L]."""
     groups, length = query.shape[1] // key.shape[1], query.shape[2]
     key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    scores = softcap * (query @ key.transpose(2, 3) * (scale / softcap)).tanh()
-    mask = _causal_mask(length, window, query.device)
+    if change.softcap:
+        scores = query @ key.transpose(2, 3) * (scale / change.softcap)
+        scores = change.softcap * scores.tanh()
+    else:
+        scores = query @ key.transpose(2, 3) * scale
+    scores = scores.masked_fill(~_causal_mask(length, window, query.device), -torch.inf)
+    if change.sinks is not None:
+        sinks = change.sinks.to(scores.dtype).view(1, -1, 1, 1).expand(1, -1, length, 1)
+        scores = torch.cat([scores, sinks], dim=-1)
     at_least_float32 = torch.promote_types(query.dtype, torch.float32)
-    shares = scores.masked_fill(~mask, -torch.inf).softmax(-1, dtype=at_least_float32)
+    shares = scores.softmax(-1, dtype=at_least_float32)[..., :length]
     return (shares.to(query.dtype) @ value).transpose(1, 2)
 
 

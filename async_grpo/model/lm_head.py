@@ -104,9 +104,20 @@ def _adds_into_float32(device: torch.device, dtype: torch.dtype) -> bool:
     return bool((total == 9.0).all())
 
 
-BY_MODEL_TYPE = ("cohere", "cohere2", "gemma2", "gemma3_text", "granite")
+# By model type, the options that rescale logits: a factor of one family is a divisor in another.
+FACTORS = {
+    "cohere": "logit_scale", "cohere2": "logit_scale", "cohere2_moe": "logit_scale",
+    "falcon_h1": "lm_head_multiplier", "hyperclovax": "logits_scaling",
+}  # fmt: skip
+DIVISORS = dict.fromkeys(
+    ("granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoehybrid",
+     "granitemoeshared", "minicpm3"),
+    "logits_scaling",
+)  # fmt: skip
+CAPPED = ("gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "nanochat", "vaultgemma")
+SOFTCAP = "final_logit_softcapping"
 NEUTRAL = {  # options of a config that rescale logits, and the values that change nothing
-    "final_logit_softcapping": (None, 0, 0.0),
+    SOFTCAP: (None, 0, 0.0),
     "logit_scale": (None, 1, 1.0),
     "logits_scaling": (None, 1, 1.0),
     "lm_head_multiplier": (None, 1, 1.0),
@@ -116,18 +127,18 @@ NEUTRAL = {  # options of a config that rescale logits, and the values that chan
 
 def rescaling_of(config: PreTrainedConfig) -> Rescaling:
     """How a model rescales its head's output; UnfitModel for options that are unknown here."""
-    match config.model_type:
-        case "cohere" | "cohere2":
-            return Rescaling(factor=config.logit_scale)
-        case "gemma2" | "gemma3_text":
-            return Rescaling(softcap=config.final_logit_softcapping or None)
-        case "granite":
-            return Rescaling(factor=1 / config.logits_scaling)
+    kind = config.model_type
+    if kind in FACTORS:
+        return Rescaling(factor=getattr(config, FACTORS[kind]))
+    if kind in DIVISORS:
+        return Rescaling(factor=1 / getattr(config, DIVISORS[kind]))
+    if kind in CAPPED:
+        return Rescaling(softcap=config.final_logit_softcapping or None)
     for name, neutral in NEUTRAL.items():
         if (value := getattr(config, name, None)) not in neutral:
             raise UnfitModel(
                 "a model's logits must be its head's output, or rescaled as those of "
-                f"{', '.join(BY_MODEL_TYPE)}, but {config.name_or_path} ({config.model_type}) sets "
-                f"{name}={value}: use a model without it"
+                f"{', '.join(sorted({*FACTORS, *DIVISORS, *CAPPED}))}, but {config.name_or_path} "
+                f"({kind}) sets {name}={value}: use a model without it"
             )
     return UNCHANGED

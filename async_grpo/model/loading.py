@@ -1,17 +1,19 @@
 """Loads the policy from a Hugging Face folder, whole or sharded, if it can be packed exactly.
 
-Architectures that cannot be packed are found by a test of a small random model of the same config,
-before weights are read: models whose layers carry state across sequences, whose windows are known
-to their masks alone, or whose head does more than multiply; and attention kernels that ignore an
-argument.
+How an architecture is packed is found by a test of a small random model of the same config, before
+weights are read. Layers that carry a state along a row are told where its sequences begin; where
+that changes nothing, such a layer is run once a sequence. What is still wrong is refused: windows
+that are known to masks alone, heads that do more than multiply, kernels that ignore an argument.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
+import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,9 +34,11 @@ LENGTHS = (4, 3, 2)  # a prompt, and outputs of two of its samples
 VOCAB_SIZE = 64
 SMALL = {
     "intermediate_size": 64, "vocab_size_per_layer_input": 64, "sliding_window": 3,
-    "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64,
+    "attention_chunk_size": 3, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64,
 }  # fmt: skip
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+# Ends of names of lists that hold numbers of layers.
+INDICES = ("_indices", "_idxs", "layer_ids", "only_layers", "moe_layers")
 TOLERANCE = 1e-3  # nats in float32, where wrong attention differs by tenths
 HALF_TOLERANCE = 0.02  # nats in bf16 and fp16, if that is more than
 TIMES_EAGER = 4  # times the error of plain attention in that type
@@ -50,20 +54,23 @@ def load_policy(
 
     Raises UnfitModel when weights are missing or the model cannot be packed exactly.
     """
-    check_trainable(path, attention=attention, device=device, dtype=dtype)
+    alone = check_trainable(path, attention=attention, device=device, dtype=dtype)
     policy = _load_whole(path, _read_config(path), dtype, device)
     policy.model.set_attn_implementation(attention)
+    if alone:
+        policy.see_sequences_alone()
     return policy
 
 
-def check_trainable(path: str, *, attention: str, device: torch.device, dtype: torch.dtype) -> None:
+def check_trainable(path: str, *, attention: str, device: torch.device, dtype: torch.dtype) -> bool:
     """Raise UnfitModel for a folder without a model, or with one that cannot be packed exactly.
 
-    `device` and `dtype`: where and in what type it will compute. Called on rank 0 for all ranks,
-    since the result depends on the config alone.
+    Returns whether its layers that carry a state must see sequences alone. `device` and `dtype`:
+    where and in what type it will compute. Called on rank 0 for all ranks, since the result depends
+    on the config alone.
     """
     check_files(Path(path))
-    check_packing(_read_config(path), path, attention=attention, device=device, dtype=dtype)
+    return check_packing(_read_config(path), path, attention=attention, device=device, dtype=dtype)
 
 
 def load_sharded(
@@ -74,11 +81,13 @@ def load_sharded(
     device: torch.device,
     shard: Callable[[PolicyModel], object],
     parameters_on: torch.device | None = None,
+    sequences_alone: bool = False,
 ) -> PolicyModel:
     """The policy in `path`, dropout off; `shard` decides which part of it this process holds.
 
     `shard` works in place on a policy of meta parameters; `parameters_on`: the device of its
-    shards, if not `device`. Raises UnfitModel when weights are missing.
+    shards, if not `device`. `sequences_alone`: as `check_trainable` has found. Raises UnfitModel
+    when weights are missing.
     """
     config = _read_config(path)
     policy = PolicyModel(outline(config, attention=PACKED, dtype=dtype))
@@ -97,6 +106,8 @@ def load_sharded(
         materialise(policy, device, parameters_on=parameters_on or device)
         fill(policy, files)
     policy.model.set_attn_implementation(attention)
+    if sequences_alone:
+        policy.see_sequences_alone()
     return policy
 
 
@@ -141,27 +152,52 @@ def check_packing(
     attention: str = PACKED,
     device: torch.device = CPU,
     dtype: torch.dtype = torch.float32,
-) -> None:
+) -> bool:
     """Raise UnfitModel unless a packed row scores as separate sequences do.
 
     The row is scored by `attention` on `device` in `dtype`, the sequences by transformers' plain
-    attention, both by a small random model of the config's architecture.
+    attention, both by a small random model of the config's architecture. Returns whether it does so
+    only if the layers that carry a state see one sequence at a time.
     """
-    try:
-        off_by, tolerance = _difference(config, attention, device, dtype)
-        found = "" if off_by <= tolerance else f"is off by {off_by:.2g} nats"
-    except FOREIGN as error:  # of the code of any model
-        found = f"raises {error!r}"
+    found = _fault(config, attention, device, dtype, alone=False)
+    if found and not _fault(config, attention, device, dtype, alone=True):
+        logger.info(
+            "layers of %s (%s) carry a state: they are run once for each sequence", path,
+            config.model_type,
+        )  # fmt: skip
+        return True
     if found:
         raise UnfitModel(
             f"a packed row must score as separate sequences do, but {attention} attention in "
             f"{path} ({config.model_type}) {found}: this cannot be trained, use "
             f"{'another model' if attention == PACKED else '--attention auto'}"
         )
+    return False
+
+
+def _fault(
+    config: PreTrainedConfig,
+    attention: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    alone: bool,
+) -> str:
+    """What is wrong with a packed row, in words; empty if nothing is."""
+    try:
+        off_by, tolerance = _difference(config, attention, device, dtype, alone=alone)
+        return "" if off_by <= tolerance else f"is off by {off_by:.2g} nats"
+    except FOREIGN as error:  # of the code of any model
+        return f"raises {error!r}"
 
 
 def _difference(
-    config: PreTrainedConfig, attention: str, device: torch.device, dtype: torch.dtype
+    config: PreTrainedConfig,
+    attention: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    alone: bool,
 ) -> tuple[float, float]:
     """(difference of a packed row from separate sequences, its tolerance), in nats."""
     model = small_model(config).to(device)
@@ -174,6 +210,8 @@ def _difference(
         tolerance = max(HALF_TOLERANCE, TIMES_EAGER * off_by)
     model.set_attn_implementation(attention)
     policy = PolicyModel(model)
+    if alone and not policy.see_sequences_alone():
+        return math.inf, tolerance
     row = to_device(collate_pairs(pairs, share_prompts=policy.shares_prompts), device)
     packed = policy(row, temperature=1.0, chunk_size=3).logprobs
     return (packed - expected).abs().max().item(), tolerance
@@ -188,11 +226,20 @@ def small_model(config: PreTrainedConfig) -> PreTrainedModel:
     small = copy.deepcopy(config)
     kept = _layers_of_each_kind(config)
     for name, value in vars(config).items():
-        if isinstance(value, list) and len(value) == config.num_hidden_layers:
+        if name in _lists_by_layer(config):
             setattr(small, name, [value[layer] for layer in kept])
+        elif name.endswith(INDICES) and isinstance(value, list):
+            setattr(small, name, [kept.index(layer) for layer in value if layer in kept])
         elif name in SMALL and isinstance(value, int):
             setattr(small, name, min(value, SMALL[name]))
     small.num_hidden_layers = len(kept)
+    if shared := _sharing_layers(config):
+        small.num_kv_shared_layers = sum(shared[layer] for layer in kept)
+    if own := getattr(config, "_heterogeneity_spec", None):  # layers with sizes of their own
+        overrides = own.per_layer_overrides
+        small.per_layer_config = {
+            kept.index(layer): overrides[layer] for layer in overrides if layer in kept
+        }
     small.vocab_size = VOCAB_SIZE
     chosen = getattr(config, "num_experts_per_tok", None) or 1
     least = 2 * max(chosen, getattr(config, "n_group", None) or 1)  # a choice, also of groups
@@ -214,11 +261,30 @@ def small_model(config: PreTrainedConfig) -> PreTrainedModel:
 
 def _layers_of_each_kind(config: PreTrainedConfig) -> list[int]:
     """The first layer of each kind that the config's lists by layer tell apart, at least two."""
-    count = config.num_hidden_layers
-    lists = [v for v in vars(config).values() if isinstance(v, list) and len(v) == count]
-    kinds = list(zip(*lists, strict=True)) if lists else []
+    lists = _lists_by_layer(config)
+    if isinstance(types := getattr(config, "layer_types", None), list):  # it may be a property
+        lists["layer_types"] = types
+    if shared := _sharing_layers(config):
+        lists["shared"] = shared
+    kinds = list(zip(*lists.values(), strict=True)) if lists else []
     first = {repr(kind): layer for layer, kind in reversed(list(enumerate(kinds)))}
-    return sorted({*range(min(2, count)), *first.values()})
+    return sorted({*range(min(2, config.num_hidden_layers)), *first.values()})
+
+
+def _sharing_layers(config: PreTrainedConfig) -> list[bool]:
+    """Whether each layer attends to the keys of an earlier one; empty if none does."""
+    count, sharing = config.num_hidden_layers, getattr(config, "num_kv_shared_layers", 0) or 0
+    return [layer >= count - sharing for layer in range(count)] if sharing else []
+
+
+def _lists_by_layer(config: PreTrainedConfig) -> dict[str, list[Any]]:
+    """The config's lists with an entry a layer, unless their entries are numbers of layers."""
+    count = config.num_hidden_layers
+    return {
+        name: value
+        for name, value in vars(config).items()
+        if isinstance(value, list) and len(value) == count and not name.endswith(INDICES)
+    }
 
 
 def _pairs(vocab_size: int) -> list[Pair]:

@@ -6,9 +6,10 @@ arithmetic and memory follows from shapes alone: no weights are read.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +35,15 @@ class PolicyModel(nn.Module):
         super().__init__()
         self.model = model
         self._rescaling = rescaling_of(model.config)
+        # Those that carry a state along a row: gated delta rules, Mamba and short convolutions all
+        # have a convolution of their own.
+        self._mixers = [
+            (layer, module)
+            for layer in self.layers
+            for module in layer.modules()
+            if any(isinstance(child, nn.Conv1d) for child in module.children())
+        ]
+        self._sees_alone = False
         self.compile_logprobs = False  # compile what is computed of each chunk's logits
         self.routing = Routing.of(model)  # None: no mixture of experts
 
@@ -71,10 +81,19 @@ class PolicyModel(nn.Module):
             cu_seq_lens_k=packed.cu_seqlens,
             max_length_q=packed.max_seqlen,
             max_length_k=packed.max_seqlen,
+            seq_idx=_sequence_of(packed),
             repeat_index=packed.repeat_index,
             first_index=packed.first_index,
         ).last_hidden_state[0]
-        return states.index_select(0, packed.logit_positions)
+        # Some models keep the states between their layers in float32, whatever their type.
+        return states.index_select(0, packed.logit_positions).to(self.head.weight.dtype)
+
+    def see_sequences_alone(self) -> bool:
+        """Run each mixer that carries a state once a sequence; False if there is none."""
+        self._sees_alone = bool(self._mixers)
+        for layer, mixer in self._mixers:
+            OneByOne(layer, mixer)
+        return self._sees_alone
 
     @property
     def head(self) -> Head:
@@ -85,7 +104,8 @@ class PolicyModel(nn.Module):
     @property
     def shares_prompts(self) -> bool:
         """Whether `forward` accepts minibatches in which samples share a prompt."""
-        return bool(self.model.config._attn_implementation == PACKED)
+        packs = self._sees_alone or not self._mixers
+        return packs and bool(self.model.config._attn_implementation == PACKED)
 
     @property
     def layers(self) -> list[nn.Module]:
@@ -94,6 +114,52 @@ class PolicyModel(nn.Module):
         # FSDP2 and compilation put FSDP in front of the name of a class.
         modules = self.model.modules()
         return [m for m in modules if type(m).__name__.removeprefix("FSDP") in names]
+
+
+class OneByOne:
+    """Takes the place of a mixer's forward, and calls it with one sequence of the row at a time.
+
+    Not every model hands its mixers the borders of sequences, but all hand them to their layers:
+    these note them before each forward, also when the backward pass repeats it.
+    """
+
+    def __init__(self, layer: nn.Module, mixer: nn.Module) -> None:
+        self._forward = mixer.forward
+        self._row: Mapping[str, Any] = {}
+        layer.register_forward_pre_hook(self._note, with_kwargs=True)
+        mixer.forward = self
+
+    def _note(self, layer: nn.Module, args: object, kwargs: Mapping[str, Any]) -> None:
+        self._row = {name: kwargs.get(name) for name in OF_ROWS}
+
+    @torch.compiler.disable  # lengths differ in every row: compiling would never end
+    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """hidden_states [1, T, H]; returns the same shape."""
+        row, others = self._row, {n: v for n, v in kwargs.items() if n not in OF_ROWS}
+        if row["cu_seq_lens_q"] is None:
+            raise ValueError("a mixer that carries a state needs its row's borders: pack without")
+        if row["repeat_index"] is not None:
+            hidden_states = hidden_states.index_select(1, row["repeat_index"])
+        parts = hidden_states.split(row["cu_seq_lens_q"].diff().tolist(), dim=1)
+        states = torch.cat([self._forward(part, *args, **others) for part in parts], dim=1)
+        first = row["first_index"]
+        return states if first is None else states.index_select(1, first)
+
+
+# What a packed row tells of its sequences, besides the tokens.
+OF_ROWS = (
+    "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx",
+    "repeat_index", "first_index",
+)  # fmt: skip
+
+
+def _sequence_of(packed: PackedMinibatch) -> Tensor | None:
+    """[1, T] int32, the sequence of each token, for kernels that carry states; None: shared."""
+    if packed.repeat_index is not None:
+        return None
+    lengths = packed.cu_seqlens.diff()
+    numbers = torch.arange(len(lengths), dtype=torch.int32, device=lengths.device)
+    return numbers.repeat_interleave(lengths, output_size=len(packed.input_ids))[None]
 
 
 def hf_named_parameters(policy: PolicyModel) -> Iterator[tuple[str, Tensor]]:
@@ -114,13 +180,15 @@ def as_stored(model: PreTrainedModel, name: str, tensor: Tensor) -> dict[str, Te
 class ModelSize:
     """The numbers that determine the FLOPs of a forward pass."""
 
-    num_parameters: (
-        int  # a token's: with the output layer and chosen experts, without the embedding
-    )
+    num_parameters: int  # in a token's products: with the output layer, without the embedding
     head_parameters: int  # of these, those of the output layer, used by scored tokens alone
-    num_layers: int
+    num_layers: int  # that attend
     attention_width: int  # heads * head size
     windows: tuple[int, ...] = ()  # tokens that a token attends to at most, by windowed layer
+
+
+ATTENDS = "sliding_attention"  # of a config without kinds of layers, if it has a window
+WITHOUT_ATTENTION = {"linear_attention", "conv", "mamba", "mlp", "moe"}  # kinds of layers
 
 
 def read_size(path: str) -> ModelSize:
@@ -137,14 +205,14 @@ def size_of(model: PreTrainedModel) -> ModelSize:
     body = [
         (p.numel() * share) for p, share in _active(model) if p is not embedding and p is not output
     ]
-    num_layers = config.num_hidden_layers
+    kinds = getattr(config, "layer_types", None) or [ATTENDS] * config.num_hidden_layers
+    num_layers = sum(kind not in WITHOUT_ATTENTION for kind in kinds)
     window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * num_layers
     return ModelSize(
         num_parameters=round(sum(body)) + output.numel(),
         head_parameters=output.numel(),
         num_layers=num_layers,
-        attention_width=config.num_attention_heads * _head_size(config),
+        attention_width=_num_heads(config) * _head_size(config),
         windows=(window,) * kinds.count("sliding_attention") if window else (),
     )
 
@@ -175,8 +243,15 @@ def training_flops(size: ModelSize, packed: PackedMinibatch) -> float:
     return 6.0 * products + 12.0 * size.attention_width * pairs
 
 
+def _num_heads(config: PreTrainedConfig) -> int:
+    """0 of a model without attention."""
+    return getattr(config, "num_attention_heads", None) or 0
+
+
 def _head_size(config: PreTrainedConfig) -> int:
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    # Not by `getattr`, which some configs refuse where layers differ: this is most layers' size.
+    size = vars(config).get("head_dim") or config.hidden_size // max(_num_heads(config), 1)
+    return int(size)
 
 
 def _intermediate(config: PreTrainedConfig, routing: Routing | None) -> int:
@@ -191,7 +266,7 @@ def _intermediate(config: PreTrainedConfig, routing: Routing | None) -> int:
 def model_shape(policy: PolicyModel) -> ModelShape:
     """The inputs of the memory bill for a policy, whose parameters may be meta tensors."""
     config = policy.model.config
-    num_heads, head_size = config.num_attention_heads, _head_size(config)
+    num_heads, head_size = _num_heads(config), _head_size(config)
     layers = [sum(p.numel() for p in layer.parameters()) for layer in policy.layers]
     total = sum(p.numel() for p in policy.parameters())
     names = [name for name, _ in policy.layers[0].named_modules()]

@@ -73,7 +73,7 @@ class Learner:
         dtype = compute_dtype(memory.mixed_precision, ranks.device)
         path = config.places.model_name_or_path
         attention = choose_attention(ranks.device, dtype=dtype, wanted=memory.attention)
-        ranks.on_main(
+        alone = ranks.share(
             lambda: check_trainable(path, attention=attention, device=ranks.device, dtype=dtype)
         )
         peak = peak_tflops(memory, ranks.device)  # before the model takes its memory
@@ -84,6 +84,7 @@ class Learner:
             device=ranks.device,
             shard=lambda policy: shard_as_billed(policy, config, ranks),
             parameters_on=torch.device("cpu") if memory.offload == "parameters" else None,
+            sequences_alone=alone,
         )
         learner = cls(policy, config, ranks, peak=peak)
         logger.info("policy and optimizer are ready")

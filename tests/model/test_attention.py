@@ -12,15 +12,20 @@ from async_grpo.util.errors import UnfitModel
 HEADS, KV_HEADS, SIZE = 4, 2, 8
 
 
-def formula(query, key, value, *, window=None, softcap=None):
-    """softmax(q k / sqrt(d)) v with a causal mask, for [heads, L, D]; scores may be capped."""
+def formula(query, key, value, *, window=None, softcap=None, sinks=None):
+    """softmax(q k / sqrt(d)) v with a causal mask, for [heads, L, D]; scores may be capped.
+
+    Sinks [heads] are one more term of each denominator.
+    """
     key, value = (x.repeat_interleave(HEADS // KV_HEADS, dim=0) for x in (key, value))
     scores = query @ key.transpose(1, 2) * SIZE**-0.5
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     distance = torch.arange(query.shape[1])[:, None] - torch.arange(query.shape[1])[None]
     visible = (distance >= 0) & (distance < (window or query.shape[1]))
-    return scores.masked_fill(~visible, -torch.inf).softmax(-1) @ value
+    parts = scores.masked_fill(~visible, -torch.inf).exp()
+    drained = 0 if sinks is None else sinks.exp()[:, None, None]
+    return parts / (parts.sum(-1, keepdim=True) + drained) @ value
 
 
 def random_row(num_tokens, seed):
@@ -50,15 +55,19 @@ def attend(tensors, lengths, **kwargs):
     lengths=st.lists(st.integers(1, 9), min_size=1, max_size=5),
     window=st.none() | st.integers(1, 6),
     softcap=st.sampled_from([None, 1.5]),
+    has_sinks=st.booleans(),
     seed=st.integers(0, 1000),
 )
-def test_every_sequence_attends_as_if_alone(lengths, window, softcap, seed):
+def test_every_sequence_attends_as_if_alone(lengths, window, softcap, has_sinks, seed):
     row = [tensor.requires_grad_() for tensor in random_row(sum(lengths), seed)]
-    got = attend(row, lengths, sliding_window=window, softcap=softcap)
+    sinks = random_row(HEADS, seed + 1)[0][0, :, 0, 0].requires_grad_() if has_sinks else None
+    got = attend(row, lengths, sliding_window=window, softcap=softcap, s_aux=sinks)
     parts = zip(*(tensor[0].split(lengths, dim=1) for tensor in row), strict=True)
-    expected = torch.cat([formula(*part, window=window, softcap=softcap) for part in parts], dim=1)
+    options = {"window": window, "softcap": softcap, "sinks": sinks}
+    expected = torch.cat([formula(*part, **options) for part in parts], dim=1)
     torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
-    grads = [torch.autograd.grad(x.sin().sum(), row, retain_graph=True) for x in (got, expected)]
+    leaves = [*row, sinks] if has_sinks else row
+    grads = [torch.autograd.grad(x.sin().sum(), leaves, retain_graph=True) for x in (got, expected)]
     for got_grad, expected_grad in zip(*grads, strict=True):
         torch.testing.assert_close(got_grad, expected_grad, rtol=1e-12, atol=1e-12)
 
@@ -73,7 +82,7 @@ def test_a_row_without_boundaries_is_one_sequence():
     ("kwargs", "told"),
     [
         ({"dropout": 0.1}, r"dropout=0.1 options=\[\]"),
-        ({"s_aux": torch.zeros(HEADS), "learned_bias": 0}, r"options=\['learned_bias', 's_aux'\]"),
+        ({"alibi": torch.zeros(HEADS), "learned_bias": 0}, r"options=\['alibi', 'learned_bias'\]"),
     ],
 )
 def test_what_it_cannot_reproduce_is_refused(kwargs, told):

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 import torch
-from model_families import FAMILIES, SIZES, family_config, family_model
+from model_families import FAMILIES, SIZES, STATEFUL, family_config, family_model
 
 from async_grpo.model.attention import PACKED
 from async_grpo.model.collate import collate_pairs
-from async_grpo.model.lm_head import BY_MODEL_TYPE, UNCHANGED, rescaling_of
+from async_grpo.model.lm_head import UNCHANGED, rescaling_of
 from async_grpo.model.loading import check_packing
 from async_grpo.model.policy import PolicyModel
 from async_grpo.util.errors import UnfitModel
@@ -40,6 +40,7 @@ def test_a_packed_row_has_log_probabilities_and_gradients_of_sequences_alone(fam
         family_model(family, attention="eager"),
         PolicyModel(family_model(family, attention=PACKED)),
     )
+    assert policy.see_sequences_alone() == (family in STATEFUL)
     pairs = pairs_of()
     packed = collate_pairs(pairs, share_prompts=policy.shares_prompts)
     scored = policy(packed, temperature=TEMPERATURE, chunk_size=4)
@@ -49,10 +50,11 @@ def test_a_packed_row_has_log_probabilities_and_gradients_of_sequences_alone(fam
     for logprobs, entropy in ((scored.logprobs, scored.entropy), expected):
         (logprobs.sin().sum() + entropy.square().sum()).backward()
     for own, other in zip(policy.model.parameters(), twin.parameters(), strict=True):
-        assert (own.grad - other.grad).norm() <= 1e-5 * other.grad.norm()
+        tolerance = 1e-4 if family in {*STATEFUL, "minicpm3"} else 1e-5  # more in float32
+        assert (own.grad - other.grad).norm() <= tolerance * other.grad.norm()
 
 
-@pytest.mark.parametrize("family", BY_MODEL_TYPE)
+@pytest.mark.parametrize("family", ["cohere", "cohere2", "gemma2", "gemma3_text", "granite"])
 def test_scales_and_caps_count_in_these_tests(family):
     """Without its rescaling, a family's log-probabilities are others."""
     policy = PolicyModel(family_model(family, attention=PACKED))
@@ -66,13 +68,13 @@ def test_scales_and_caps_count_in_these_tests(family):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_probe_lets_each_family_pass(family, dtype):
-    check_packing(family_config(family), family, dtype=dtype)
+    assert check_packing(family_config(family), family, dtype=dtype) == (family in STATEFUL)
 
 
 def test_factors_that_are_divisors_elsewhere_are_refused_by_name():
     config = family_config("mistral")
-    config.name_or_path, config.model_type, config.logits_scaling = "/models/x", "hyperclovax", 8.0
-    with pytest.raises(UnfitModel, match=r"/models/x \(hyperclovax\) sets logits_scaling=8.0: use"):
+    config.name_or_path, config.model_type, config.logits_scaling = "/models/x", "unheard_of", 8.0
+    with pytest.raises(UnfitModel, match=r"/models/x \(unheard_of\) sets logits_scaling=8.0: use"):
         rescaling_of(config)
 
 
