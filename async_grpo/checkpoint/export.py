@@ -40,7 +40,8 @@ def export_hf(policy: PolicyModel, *, source_folder: str, target: str) -> str:
     reason = [""]
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
-            _write(tensors, Path(source_folder), Path(target))
+            source = Path(source_folder)
+            write_folder(tensors, source, Path(target), dtype=_stored_dtype(source))
         except (OSError, CheckpointError) as error:
             reason = [str(error)]
     for _ in tensors:  # gathering is collective: all ranks do it to the end, also after an error
@@ -50,13 +51,27 @@ def export_hf(policy: PolicyModel, *, source_folder: str, target: str) -> str:
     return reason[0]
 
 
-def _write(tensors: Iterable[tuple[str, Tensor]], source: Path, goal: Path) -> None:
+def write_folder(
+    tensors: Iterable[tuple[str, Tensor]],
+    source: Path,
+    goal: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    texts: Mapping[str, str] | None = None,
+) -> None:
+    """Write the folder `goal`, whole or not at all: `tensors`, and the descriptions of `source`.
+
+    `dtype` of the files, else each tensor's own; `texts`: files by name, in place of the source's.
+    Raises `OSError` or `CheckpointError` when the disk fails.
+    """
     temporary = goal.with_name(f".{goal.name}.partial")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)
         _copy_descriptions(source, temporary)
-        _write_weights(tensors, temporary, dtype=_stored_dtype(source))
+        for name, text in (texts or {}).items():
+            (temporary / name).write_text(text)
+        _write_weights(tensors, temporary, dtype=dtype)
         for path in [*temporary.iterdir(), temporary]:
             sync(path)
         shutil.rmtree(goal, ignore_errors=True)
@@ -80,11 +95,11 @@ def _copy_descriptions(source: Path, folder: Path) -> None:
 
 
 def _write_weights(
-    tensors: Iterable[tuple[str, Tensor]], folder: Path, *, dtype: torch.dtype
+    tensors: Iterable[tuple[str, Tensor]], folder: Path, *, dtype: torch.dtype | None
 ) -> None:
     """Write one safetensors file, or several with an index; at most one is in memory."""
     index: dict[str, str] = {}
-    stored = ((name, tensor.to(dtype).contiguous()) for name, tensor in tensors)
+    stored = ((name, tensor.to(dtype or tensor.dtype).contiguous()) for name, tensor in tensors)
     shards = list(write_shards(stored, folder, stem=".shard", max_bytes=SHARD_BYTES))
     total = len(shards)
     for number, (file, names) in enumerate(shards, 1):

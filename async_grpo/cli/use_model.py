@@ -1,7 +1,7 @@
-"""What is done with a model that is there: `evaluate`, `generate` and `serve`.
+"""What is done with a model that is there: `evaluate`, `generate`, `serve` and `dequantize`.
 
 `evaluate` measures its accuracy on a file of questions, `generate` writes its outputs as training
-pairs, `serve` answers OpenAI's protocol.
+pairs, `serve` answers OpenAI's protocol, `dequantize` writes quantised weights out in bf16.
 """
 
 from __future__ import annotations
@@ -201,6 +201,27 @@ def serve(model: str, **options: Any) -> None:
     from async_grpo.gateway import serving  # seconds, as all that needs torch
 
     serving.serve(folder, config, name=config.served_model_name or model, say=click.echo)
+
+
+@click.command("dequantize", context_settings=CONTEXT)
+@click.argument("source", metavar="IN")
+@click.argument("target", metavar="OUT", type=click.Path(path_type=Path))
+@command_boundary()
+def dequantize(source: str, target: Path) -> None:
+    """Write IN, a folder or a name on a hub of FP8 or MXFP4 weights, as the folder OUT in bf16.
+
+    OUT is written once, whole or not at all; every role of a run then takes it. One tensor at a
+    time is in memory.
+
+    \b
+    e.g. Qwen/Qwen3-8B-FP8 models/Qwen3-8B-bf16
+    """
+    folder = Path(local_folder(source))
+    check_files(folder)
+    from async_grpo.checkpoint import dequantize as bf16  # seconds, as all that needs torch
+
+    num_weights = bf16.dequantize(folder, target)
+    click.echo(f"wrote {target}: bf16, {num_weights} weights were quantised")
 
 
 def _begin(config: EvaluateConfig | GenerateConfig | ServeConfig, model: str) -> str:

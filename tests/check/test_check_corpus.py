@@ -271,16 +271,24 @@ def cut(path):
     Path(path).write_bytes(Path(path).read_bytes()[:1000])
 
 
+def adapter(folder):
+    Path(folder, "model.safetensors").rename(f"{folder}/adapter_model.safetensors")
+    write(f"{folder}/adapter_config.json", {"base_model_name_or_path": "base"})
+
+
 MODEL_CASES = {
     "config": (lambda: Path("model/config.json").unlink(), "a model folder must hold config.json"),
     "weights": (lambda: Path("model/model.safetensors").unlink(), "a model folder must hold weights"),
     "cut": (lambda: cut("model/model.safetensors"), "must be a whole safetensors file"),
     "tokenizer": (lambda: Path("model/tokenizer.json").unlink(), "must hold its tokenizer"),
+    "gguf": (lambda: Path("model/model.safetensors").rename("model/model.gguf"), "model holds GGUF"),
+    "adapter": (lambda: adapter("model"), "model holds an adapter of base alone: merge them"),
     "no json": (lambda: Path("model/config.json").write_text("{"), "config.json of model must be"),
 }  # fmt: skip
 CONFIGS = {
     "bert": ({"architectures": ["BertModel"]}, "must be a causal language model, got ['BertModel']"),
-    "quantised": ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "must not be quantise"),
+    "quantised": ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "use the full-precision model"),
+    "fp8": ({"quantization_config": {"quant_method": "fp8"}}, "async-grpo dequantize model model-bf16"),
     "vocabulary": ({"vocab_size": 64}, "must not know more tokens than its config's vocab_size (64)"),
 }  # fmt: skip
 
