@@ -1,7 +1,8 @@
-"""What is done with a model that is there: `evaluate`, `generate`, `serve` and `dequantize`.
+"""What is done with a model that is there: `evaluate`, `generate`, `serve`, `dequantize`, `push`.
 
 `evaluate` measures its accuracy on a file of questions, `generate` writes its outputs as training
-pairs, `serve` answers OpenAI's protocol, `dequantize` writes quantised weights out in bf16.
+pairs, `serve` answers OpenAI's protocol, `dequantize` writes quantised weights out in bf16, `push`
+sends an export to a hub.
 """
 
 from __future__ import annotations
@@ -38,8 +39,9 @@ from async_grpo.devices.inventory import usable_devices
 from async_grpo.environments.find import SHIPPED
 from async_grpo.launch.child_processes import ChildProcess
 from async_grpo.launch.interrupts import interrupt_once
-from async_grpo.model.hub import local_folder
+from async_grpo.model.hub import local_folder, push_folder
 from async_grpo.model.model_folder import check_files, check_tokenizer_files
+from async_grpo.util.run_folder import exports_in
 from async_grpo.util.waiting import in_background
 
 POLL_INTERVAL_S = 0.2
@@ -222,6 +224,25 @@ def dequantize(source: str, target: Path) -> None:
 
     num_weights = bf16.dequantize(folder, target)
     click.echo(f"wrote {target}: bf16, {num_weights} weights were quantised")
+
+
+@click.command("push", context_settings=CONTEXT)
+@click.argument("source", metavar="RUN_OR_FOLDER", type=click.Path(path_type=Path))
+@click.argument("name")
+@click.option("--hub-public", is_flag=True, help="show it to everybody")
+@command_boundary()
+def push(source: Path, name: str, *, hub_public: bool) -> None:
+    """Send the last export of a run's folder, or one export, to the model NAME on a hub.
+
+    It is sent in one commit. What --push-to-hub could not send is sent so. NAME is made private,
+    unless --hub-public; HF_TOKEN must be allowed to write there.
+
+    \b
+    e.g. runs/mine my-team/my-model
+    """
+    _, folder = max(exports_in(source).items(), default=(0, source))
+    check_files(folder)
+    click.echo(f"sent {folder}: {push_folder(folder, name, public=hub_public)}")
 
 
 def _begin(config: EvaluateConfig | GenerateConfig | ServeConfig, model: str) -> str:

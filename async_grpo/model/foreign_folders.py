@@ -66,15 +66,24 @@ def check_full_precision(folder: Path) -> None:
         return
     kinds = (found.get("quant_method"), found.get("format"))
     kind = " ".join(str(each) for each in kinds if each) or "unknown"
-    # The folder of a snapshot bears a commit's name.
-    parts = [part for part in folder.absolute().parts if part.startswith("models--")]
-    name = parts[-1].rpartition("--")[2] if parts else folder.absolute().name
+    name = (hub_name(folder) or folder.absolute().name).rpartition("/")[2]
     command = f"async-grpo dequantize {shlex.quote(str(folder))} {shlex.quote(name)}-bf16"
     raise UnfitModel(
         f"weights must not be quantised for training, {folder} has quantization_config of "
         f"{kind}: " + (f"run `{command}` once, and give every role {name}-bf16"
                        if can_dequantize(found) else _instead(folder))
     )  # fmt: skip
+
+
+def hub_name(folder: Path) -> str:
+    """The name on a hub of a snapshot's folder, which bears a commit's; empty for other folders.
+
+    >>> hub_name(Path("/cache/models--Qwen--Qwen3-8B/snapshots/0123"))
+    'Qwen/Qwen3-8B'
+    """
+    is_snapshot = folder.parent.name == "snapshots"
+    name = folder.parent.parent.name.removeprefix("models--")
+    return name.replace("--", "/") if is_snapshot else ""
 
 
 def _instead(folder: Path) -> str:
