@@ -38,6 +38,8 @@ WAIT = re.compile(r"(TIMEOUT|SLACK|SILENCE|GRACE|FROZEN|ENDING|LEASE|DEADLINE)[A
         ("TRACKERS_ENDED_S", "RANK_GRACE_S"),
         ("RUN_ENDED_S", "BEGIN_RUN_S"),  # whoever comes next waits longer than the one who goes
         ("RANKS_TOLD_S", "GROUP_SLACK_S"),
+        ("HUB_ANSWER_S", "HUB_PUSH_S"),
+        ("HUB_PUSH_S", "HUB_PUSHED_S"),  # why the last one failed is told
         ("RECORDER_FLUSH_S", "STATUS_S"),  # a step that waits for its dump is no silence
         ("RECORDER_FLUSH_S", "RECORDER_WRITE_S"),
         ("WEIGHTS_APPLIED_S", "CHECKPOINT_S"),

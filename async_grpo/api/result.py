@@ -11,7 +11,12 @@ from typing import TYPE_CHECKING, Any, Self
 from async_grpo.cli.use_run import MANY, make_page
 from async_grpo.telemetry.jsonl import NewRows
 from async_grpo.telemetry.progress import number, step_line
-from async_grpo.util.run_folder import EVALUATIONS_FILE, METRICS_FILE, newest_checkpoint
+from async_grpo.util.run_folder import (
+    EVALUATIONS_FILE,
+    METRICS_FILE,
+    exports_in,
+    newest_checkpoint,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -67,7 +72,7 @@ class Result:
     @property
     def model(self) -> Path | None:
         """The newest export, a folder for transformers and vLLM; None before the first."""
-        found = self._exports()
+        found = exports_in(self.folder)
         return found[max(found)] if found else None
 
     @property
@@ -78,7 +83,7 @@ class Result:
         supervised fine-tuning. `--min-samples-per-checkpoint` and `--eval-every-batches` decide how
         many there are to choose from.
         """
-        exports, scores = self._exports(), {}
+        exports, scores = exports_in(self.folder), {}
         for row in self.evaluations:
             accuracies = (value for key, value in row.items() if key.startswith("eval_accuracy"))
             score = next((value for value in accuracies if value is not None), None)
@@ -116,12 +121,6 @@ class Result:
         path = Path(output) if output else self.folder / "rollouts.html"
         make_page(self.folder, path)
         return path
-
-    def _exports(self) -> dict[int, Path]:
-        """{number of trained samples: folder}"""
-        found = self.folder.glob("hf_format/samples_*")
-        ends = {each: each.name.removeprefix("samples_") for each in found}
-        return {int(end): each for each, end in ends.items() if end.isdigit()}
 
     def __repr__(self) -> str:
         told = [f"{len(self.history)} steps"]

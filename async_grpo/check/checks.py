@@ -22,6 +22,7 @@ from async_grpo.config.roles import ENGINES
 from async_grpo.config.teaching import check_vocabulary
 from async_grpo.environments.chat.find import AUTO, find_renderer
 from async_grpo.environments.find import check_environments
+from async_grpo.model.hub import check_push
 from async_grpo.model.model_folder import ModelFacts
 from async_grpo.run.data import check_routes, few_lines
 from async_grpo.run.output_folder import check_output, check_overwrite
@@ -39,7 +40,7 @@ Check = Callable[[Setup, Facts], Iterable[Finding]]
 
 
 def check_folders(setup: Setup, _: Facts) -> Iterator[Finding]:
-    """The output folder can be written, and the trackers are known."""
+    """The output folder can be written, trackers are known, exports can be sent."""
     recording = setup.train.recording
     written = f"{recording.output_dir} can be written"
     yield from _of("output", lambda: check_output(recording), written)
@@ -50,6 +51,11 @@ def check_folders(setup: Setup, _: Facts) -> Iterator[Finding]:
         )
     else:
         yield Finding("ok", "trackers", "none")
+    if name := recording.push_to_hub:
+        shown = "to everybody" if recording.hub_public else "to its owners alone"
+        yield from _of(
+            "hub", lambda: check_push(name), f"exports are sent to {name}, shown {shown}"
+        )
 
 
 def check_code(setup: Setup, _: Facts) -> Iterator[Finding]:

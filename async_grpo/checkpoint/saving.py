@@ -241,6 +241,7 @@ class Checkpoints:
                 path = self._folder.commit(temporary, manifest)
                 self._committed = cut.batches
                 logger.info("saved %s", path)
+                self._exports.push(cut.manifest.state["exports"]["last_export"])
         except Exception as error:  # the boundary of a thread: a run goes on without a checkpoint
             if self._ranks.is_main and temporary:
                 self._folder.abandon(temporary)

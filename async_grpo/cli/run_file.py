@@ -80,6 +80,7 @@ CALLED = {
     "eval_every_batches": "eval_steps test_freq",
     "checkpoint_every_batches": "save_steps save_freq", "keep_checkpoints": "save_total_limit",
     "resume": "resume_from_checkpoint", "trackers": "report_to logger",
+    "push_to_hub": "hub_model_id", "hub_public": "hub_private_repo",
     "dump_samples_filename": "log_completions rollout_data_dir validation_data_dir "
         "log_val_generations", "infinite_sampler_seed": "data_seed seed",
     "data_path": "train_files", "eval_data_path": "val_files", "model_name_or_path": "model.path",

@@ -24,7 +24,7 @@ from async_grpo.devices.inventory import VISIBLE, prepare_for_devices
 from async_grpo.launch import local_ranks
 from async_grpo.launch.interrupts import RankInterrupts
 from async_grpo.launch.local_ranks import is_main_rank, rank0_only_errors
-from async_grpo.model.hub import local_folder
+from async_grpo.model.hub import check_push, local_folder
 from async_grpo.model.model_folder import check_files, check_tokenizer_files
 from async_grpo.run.output_folder import check_output, check_overwrite
 from async_grpo.util import RELEASE, deadlines
@@ -150,6 +150,8 @@ def check_at_once(config: TrainConfig) -> None:
     check_output(config.recording)
     if config.recording.trackers:
         add_on("trackers").check_trackers(config.recording.trackers)
+    if config.recording.push_to_hub:
+        check_push(config.recording.push_to_hub)
     model = Path(config.places.model_name_or_path)
     check_files(model, needs_weights=not config.places.draws_weights)
     check_tokenizer_files(model)

@@ -1,7 +1,8 @@
-"""What is done with a model that is there: `evaluate`, `generate` and `serve`.
+"""What is done with a model that is there: `evaluate`, `generate`, `serve`, `dequantize`, `push`.
 
 `evaluate` measures its accuracy on a file of questions, or its loss on one of texts, `generate`
-writes its outputs as training pairs, `serve` answers OpenAI's protocol.
+writes its outputs as training pairs, `serve` answers OpenAI's protocol, `dequantize` writes
+quantised weights out in bf16, `push` sends an export to a hub.
 """
 
 from __future__ import annotations
@@ -39,8 +40,9 @@ from async_grpo.devices.inventory import usable_devices
 from async_grpo.environments.find import SHIPPED
 from async_grpo.launch.child_processes import ChildProcess
 from async_grpo.launch.interrupts import interrupt_once
-from async_grpo.model.hub import local_folder
+from async_grpo.model.hub import local_folder, push_folder
 from async_grpo.model.model_folder import check_files, check_tokenizer_files
+from async_grpo.util.run_folder import exports_in
 from async_grpo.util.waiting import in_background
 
 POLL_INTERVAL_S = 0.2
@@ -229,6 +231,46 @@ def serve(model: str, **options: Any) -> None:
     from async_grpo.gateway import serving  # seconds, as all that needs torch
 
     serving.serve(folder, config, name=config.served_model_name or model, say=click.echo)
+
+
+@click.command("dequantize", context_settings=CONTEXT)
+@click.argument("source", metavar="IN")
+@click.argument("target", metavar="OUT", type=click.Path(path_type=Path))
+@command_boundary()
+def dequantize(source: str, target: Path) -> None:
+    """Write IN, a folder or a name on a hub of FP8 or MXFP4 weights, as the folder OUT in bf16.
+
+    OUT is written once, whole or not at all; every role of a run then takes it. One tensor at a
+    time is in memory.
+
+    \b
+    e.g. Qwen/Qwen3-8B-FP8 models/Qwen3-8B-bf16
+    """
+    folder = Path(local_folder(source))
+    check_files(folder)
+    from async_grpo.checkpoint import dequantize as bf16  # seconds, as all that needs torch
+
+    num_weights = bf16.dequantize(folder, target)
+    click.echo(f"wrote {target}: bf16, {num_weights} weights were quantised")
+
+
+@click.command("push", context_settings=CONTEXT)
+@click.argument("source", metavar="RUN_OR_FOLDER", type=click.Path(path_type=Path))
+@click.argument("name")
+@click.option("--hub-public", is_flag=True, help="show it to everybody")
+@command_boundary()
+def push(source: Path, name: str, *, hub_public: bool) -> None:
+    """Send the last export of a run's folder, or one export, to the model NAME on a hub.
+
+    It is sent in one commit. What --push-to-hub could not send is sent so. NAME is made private,
+    unless --hub-public; HF_TOKEN must be allowed to write there.
+
+    \b
+    e.g. runs/mine my-team/my-model
+    """
+    _, folder = max(exports_in(source).items(), default=(0, source))
+    check_files(folder)
+    click.echo(f"sent {folder}: {push_folder(folder, name, public=hub_public)}")
 
 
 def _begin(config: EvaluateConfig | GenerateConfig | ServeConfig, model: str) -> str:

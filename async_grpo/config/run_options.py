@@ -59,8 +59,18 @@ class RecordingOptions(Options):
     """project, or experiment, of the run in trackers"""
     run_name: str = option("", change=Change.INCIDENTAL)
     """name of the run in trackers; empty: that of the output folder"""
+    push_to_hub: str = option("", none="", change=Change.INCIDENTAL)
+    """NAME or ORGANISATION/NAME on a hub to which exports are sent, each once a checkpoint holds
+    its batch, and the last; HF_TOKEN must be allowed to write there; empty: none is"""
+    hub_public: bool = option(False, change=Change.INCIDENTAL)
+    """show to everybody what --push-to-hub sends; else the model on the hub is private"""
     logging_level: str = option("INFO", choices=LOG_LEVELS, change=Change.INCIDENTAL)
     """log detail"""
+
+    def check(self) -> None:
+        """See `Options`."""
+        if self.hub_public and not self.push_to_hub:
+            raise self.refusal("hub_public", "goes with --push-to-hub", "give that too")
 
     @property
     def shown_name(self) -> str:

@@ -172,6 +172,7 @@ def _pack(
         repeat_index=_ids([repeat_index]) if is_shared else None,
         first_index=_ids([first_index]) if is_shared else None,
         experts=_experts(rows, lengths, first_index),
+        num_rerouted=_num_rerouted(rows) if share_prompts else 0,
     )
 
 
@@ -197,9 +198,7 @@ def _places(
     prompts: dict[bytes, NDArray[np.intp]] = {}  # places of prompts that are whole in the row
     places, end = [], 0
     for row, length in zip(rows, lengths, strict=True):
-        key = row.prompt.tobytes() if share_prompts and length >= len(row.prompt) else b""
-        if key and row.experts is not None:  # computed with other experts it is another prompt
-            key += row.experts[: len(row.prompt)].tobytes()
+        key = _key(row) if share_prompts and length >= len(row.prompt) else b""
         prompt = prompts.get(key, np.arange(0))
         place = np.concatenate([prompt, np.arange(end, end + length - len(prompt))])
         if key:
@@ -207,6 +206,16 @@ def _places(
         end += length - len(prompt)
         places.append(place)
     return places
+
+
+def _key(row: _Row) -> bytes:
+    """Equal for equal prompts; computed with other experts it is another prompt."""
+    experts = b"" if row.experts is None else row.experts[: len(row.prompt)].tobytes()
+    return row.prompt.tobytes() + experts
+
+
+def _num_rerouted(rows: Sequence[_Row]) -> int:
+    return len({_key(row) for row in rows}) - len({row.prompt.tobytes() for row in rows})
 
 
 def _needed_tokens(row: _Row) -> NDArray[np.int32]:

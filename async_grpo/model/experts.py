@@ -26,7 +26,8 @@ from async_grpo.types import PackedMinibatch
 OWN = -1  # in place of an expert's index: the model's own choice
 SUMS = ("balance_loss_sum", "router_entropy_sum", "differing_choices", "replayed_choices")
 LAYER = re.compile(r"\.(\d+)\.")
-ROUTERS = ("Router", "MoEV1Gate")  # ends of the names of transformers' classes
+Forward = Callable[..., tuple[Tensor, ...]]  # of a router: logits, gates and indices, in any order
+ROUTERS = ("TopKRouter", "TopkRouter", "ChoiceRouter", "MoEV1Gate")  # ends of names of classes
 # Families whose scores are sigmoids: their share is sigmoid / sum, as in DeepSeek-V3 (arXiv:
 # 2412.19437, eq. 19); of all others it is the softmax of the logits.
 BY_SIGMOID = ("Deepseek", "Glm4Moe", "Dots1", "MiniMaxM2", "SolarOpen", "Afmoe", "ExaoneMoe")
@@ -35,10 +36,9 @@ BY_SIGMOID = ("Deepseek", "Glm4Moe", "Dots1", "MiniMaxM2", "SolarOpen", "Afmoe",
 class Routing:
     """The routers of one model, in order of layers; told of each forward before it begins."""
 
-    def __init__(self, routers: Mapping[int, Any]) -> None:
-        """{index of its layer: router}, each of as many experts, of which as many are chosen."""
-        first = next(iter(routers.values()))
-        self.num_layers, self.num_experts, self.top_k = len(routers), first.num_experts, first.top_k
+    def __init__(self, routers: Mapping[int, nn.Module], *, num_experts: int, top_k: int) -> None:
+        """{index of its layer: router}; each of them has so many experts, and chooses `top_k`."""
+        self.num_layers, self.num_experts, self.top_k = len(routers), num_experts, top_k
         # α of the balancing loss, and the share f [R, E] of tokens that each expert had before.
         self.coefficient = 0.0
         self.shares = torch.full(self.shape, 1 / self.num_experts, dtype=torch.float64)
@@ -57,14 +57,20 @@ class Routing:
 
         None as well where no router of the model is known: then it chooses by itself.
         """
-        found: dict[int, Any] = {
+        found = {
             int(layer[1]): module
             for name, module in model.named_modules()
-            if type(module).__name__.endswith(ROUTERS) and hasattr(module, "top_k")
+            if type(module).__name__.endswith(ROUTERS)
+            if "topk" in type(module).forward.__code__.co_names  # others choose otherwise
             if (layer := LAYER.search(name))
         }
-        alike = {(module.num_experts, module.top_k) for module in found.values()}
-        return cls(found) if len(alike) == 1 else None
+        alike = {
+            tuple(getattr(each, n) for n in ("num_experts", "top_k")) for each in found.values()
+        }
+        if len(alike) != 1:
+            return None
+        ((num_experts, top_k),) = alike
+        return cls(found, num_experts=num_experts, top_k=top_k)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -87,7 +93,7 @@ class Routing:
 
     @torch.compiler.disable  # a mode that watches single operations
     def _route(
-        self, layer: int, router: nn.Module, forward: Callable[..., Any], *args: Any, **options: Any
+        self, layer: int, router: nn.Module, forward: Forward, *args: object, **options: object
     ) -> tuple[Tensor, ...]:
         """The router's own forward, with the choices of the minibatch in place of its own."""
         packed = self._packed
@@ -97,7 +103,7 @@ class Routing:
             given = of_layers[:, self._places[layer]]
         with _Choice(self.num_experts, self.top_k, given) as choice:
             outputs = forward(*args, **options)
-        assert choice.own is not None, "this router does not choose by topk"
+        assert choice.own is not None
         self.own[self._places[layer]] = choice.own
         is_first = layer not in self._seen
         self._seen.add(layer)
@@ -160,8 +166,8 @@ class _Choice(TorchFunctionMode):
         self.used: Tensor | None = None  # [T, K]
 
     def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+        self, func: Callable[..., Any], types: object, args: Any = (), kwargs: Any = None
+    ) -> object:
         result = func(*args, **(kwargs or {}))
         if func not in (torch.topk, Tensor.topk):
             return result

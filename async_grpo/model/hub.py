@@ -1,4 +1,5 @@
-"""Fetches models by their name on a hub, such as Qwen/Qwen2-1.5B-Instruct, as local folders.
+"""Fetches models by their name on a hub, such as Qwen/Qwen2-1.5B-Instruct, as local folders, and
+sends exports there.
 
 huggingface_hub provides the cache, its locks between processes, HF_TOKEN, HF_ENDPOINT and
 HF_HUB_OFFLINE. It is imported for such names only.
@@ -14,10 +15,11 @@ from pathlib import Path
 
 from async_grpo.model.model_folder import first_line
 from async_grpo.util import deadlines
-from async_grpo.util.errors import ConfigError, UnfitModel
+from async_grpo.util.errors import AsyncGrpoError, ConfigError, UnfitModel
 
 logger = logging.getLogger(__name__)
 NEEDED = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model")
+WEIGHTS = ".safetensors"  # in the names of weights and their index
 NOT_NEEDED = ("*/*", "consolidated*")  # other formats of the same weights
 
 
@@ -90,6 +92,62 @@ def _snapshot(model: str, revision: str, *, fetch: bool) -> str:
         offline = isinstance(error, errors.OfflineModeIsEnabled)
         reason = "HF_HUB_OFFLINE is set" if offline else first_line(error)
         return _cached(download, model, f"{hub} cannot be asked for it ({reason})")
+
+
+def check_push(name: str) -> None:
+    """Raise `ConfigError` where no model can be sent to a hub; asks nobody."""
+    from huggingface_hub import constants, get_token
+
+    if not _is_hub_name(name):
+        raise ConfigError(
+            "the model on a hub (--push-to-hub) must be NAME or ORGANISATION/NAME, of letters, "
+            f"digits, - _ and ., got {name!r}: correct it"
+        )
+    if constants.HF_HUB_OFFLINE:
+        raise ConfigError(
+            f"{name} is sent to {constants.ENDPOINT}, but HF_HUB_OFFLINE is set: unset it, or "
+            "send the export later, by `async-grpo push`"
+        )
+    if not get_token():
+        raise ConfigError(
+            f"{name} is sent to {constants.ENDPOINT}, which needs a token that may write: set "
+            "HF_TOKEN, or run `hf auth login`"
+        )
+
+
+def push_folder(folder: Path, name: str, *, public: bool) -> str:
+    """Send the files of an export in one commit, which is seen whole or not; returns its address.
+
+    Weights that an earlier commit left and this one has not are removed. Raises `ConfigError` for
+    what the hub refuses, and for a model that is public there unless `public`.
+    """
+    check_push(name)
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants, errors
+
+    api, hub = HfApi(), constants.ENDPOINT
+    try:
+        name = api.create_repo(name, private=not public, exist_ok=True).repo_id
+        there = api.model_info(name, timeout=deadlines.HUB_ANSWER_S)
+        if not (public or there.private):
+            raise ConfigError(
+                f"{name} is there on {hub}, and public: add --hub-public, or give another name"
+            )
+        files = sorted(file for file in folder.iterdir() if file.is_file())
+        weights = {each.rfilename for each in there.siblings or () if WEIGHTS in each.rfilename}
+        old = sorted(weights - {file.name for file in files})
+        work: list[CommitOperationAdd | CommitOperationDelete] = [
+            *[CommitOperationAdd(file.name, file) for file in files],
+            *[CommitOperationDelete(each) for each in old],
+        ]
+        return api.create_commit(name, work, commit_message=f"Upload {folder.name}").commit_url
+    except AsyncGrpoError:
+        raise
+    except (errors.HTTPError, OSError, RuntimeError, ValueError) as error:
+        status = getattr(getattr(error, "response", None), "status_code", 0)
+        remedy = "set HF_TOKEN to one that may write there" if status in (401, 403) else "try again"
+        raise ConfigError(
+            f"{folder} could not be sent to {name} on {hub}, {first_line(error)}: {remedy}"
+        ) from error
 
 
 def _in_cache(download: Callable[..., str]) -> str:

@@ -12,6 +12,12 @@ from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError, safe_open
 
+from async_grpo.model.foreign_folders import (
+    check_full_precision,
+    check_kind,
+    stated_config,
+    weights_in,
+)
 from async_grpo.util.errors import UnfitModel
 
 if TYPE_CHECKING:
@@ -82,7 +88,9 @@ def stated_facts(path: str, *, needs_weights: bool = True) -> ModelFacts | None:
     folder = Path(path)
     check_files(folder, needs_weights=needs_weights)
     check_tokenizer_files(folder)
-    stated, positions = _stated(folder), stated_positions(folder)
+    if not _is_classifier(stated_config(folder)):  # an engine serves it, as it is
+        check_full_precision(folder)
+    stated, positions = stated_config(folder), stated_positions(folder)
     vocab_size, num_heads = stated.get("vocab_size"), stated.get("num_attention_heads")
     if not isinstance(vocab_size, int) or positions is None:
         return None
@@ -92,16 +100,25 @@ def stated_facts(path: str, *, needs_weights: bool = True) -> ModelFacts | None:
 
 def check_reward_model(path: str) -> ModelFacts | None:
     """`stated_facts` of a sequence classifier; UnfitModel for a folder that holds no such model."""
-    found, stated = stated_facts(path), _stated(Path(path))
-    kinds, labels = stated.get("architectures"), stated.get("id2label")
-    kind = str(kinds[0]) if isinstance(kinds, list) and kinds else "none"
+    found, stated = stated_facts(path), stated_config(Path(path))
+    labels = stated.get("id2label")
     num_labels = len(labels) if isinstance(labels, dict) else 2  # transformers' default
-    if not kind.endswith(OF_SEQUENCES) or num_labels != 1:
+    if not _is_classifier(stated) or num_labels != 1:
         raise UnfitModel(
-            f"--mode reward must serve a sequence classifier of one label, {path} is a {kind} of "
-            f"{num_labels}: give a reward model (AutoModelForSequenceClassification, num_labels=1)"
+            f"--mode reward must serve a sequence classifier of one label, {path} is a "
+            f"{_kind(stated)} of {num_labels}: give a reward model "
+            "(AutoModelForSequenceClassification, num_labels=1)"
         )
     return found
+
+
+def _kind(stated: Mapping[str, object]) -> str:
+    kinds = stated.get("architectures")
+    return str(kinds[0]) if isinstance(kinds, list) and kinds else "none"
+
+
+def _is_classifier(stated: Mapping[str, object]) -> bool:
+    return _kind(stated).endswith(OF_SEQUENCES)
 
 
 def check_files(folder: Path, *, needs_weights: bool = True) -> None:
@@ -110,6 +127,7 @@ def check_files(folder: Path, *, needs_weights: bool = True) -> None:
             "the model must be a Hugging Face folder on this machine, or the name of a model on a "
             f"hub (organisation/name), {str(folder)!r} is neither: correct it"
         )
+    check_kind(folder)
     if not (folder / "config.json").is_file():
         raise UnfitModel(
             f"a model folder must hold config.json, {folder} does not: "
@@ -117,7 +135,7 @@ def check_files(folder: Path, *, needs_weights: bool = True) -> None:
         )
     if not needs_weights:
         return
-    if not [*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]:
+    if not weights_in(folder):
         raise UnfitModel(
             f"a model folder must hold weights (*.safetensors or pytorch_model*.bin), {folder} has "
             "none: finish the download, convert the weights with save_pretrained, or train from "
@@ -179,6 +197,7 @@ def hash_model(path: str) -> str:
 
 def read_config(folder: Path) -> PreTrainedConfig:
     """The config of an architecture that can be trained; UnfitModel for any other."""
+    check_full_precision(folder)
     from transformers import AutoConfig  # here, because it takes seconds and `check_files` none
 
     try:
@@ -240,11 +259,6 @@ def _check_architecture(config: PreTrainedConfig, path: Path) -> None:
             "a text model of its family"
         )
     rescaling_of(config)
-    if getattr(config, "quantization_config", None) is not None:
-        raise UnfitModel(
-            f"weights must not be quantised for training, but {path} has a quantization_config: "
-            "use the full-precision model"
-        )
 
 
 def _flat(names: Iterable[str | tuple[str, ...]]) -> list[str]:
@@ -253,12 +267,12 @@ def _flat(names: Iterable[str | tuple[str, ...]]) -> list[str]:
 
 def stated_positions(folder: Path) -> int | None:
     """`max_positions` by config.json alone, or None."""
-    return _positions(_stated(folder).get)
+    return _positions(stated_config(folder).get)
 
 
 def engine_positions(folder: Path) -> int | None:
     """The most positions with which vLLM starts; None where positions are scaled."""
-    stated = _stated(folder)
+    stated = stated_config(folder)
     rope = stated.get("rope_parameters") or stated.get("rope_scaling")
     rope = rope if isinstance(rope, Mapping) else {}
     if rope.get("rope_type", rope.get("type", "default")) != "default":
@@ -268,15 +282,7 @@ def engine_positions(folder: Path) -> int | None:
 
 def longrope_positions(folder: Path) -> int | None:
     """The positions up to which a model with LongRoPE uses its short factors; None without it."""
-    return _before_longrope(_stated(folder).get)
-
-
-def _stated(folder: Path) -> Mapping[str, object]:
-    try:
-        config = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError):  # `read_config` reports it
-        return {}
-    return config if isinstance(config, dict) else {}
+    return _before_longrope(stated_config(folder).get)
 
 
 def _positions(look_up: Callable[[str], object]) -> int | None:

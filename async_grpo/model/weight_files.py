@@ -98,8 +98,9 @@ def fill(policy: PolicyModel, files: Files) -> None:
     for name, parameter in own.items():
         _fill_one(policy.model, name, parameter, files)
     for name, buffer in policy.model.named_buffers():
-        if name in files:
-            read_into(buffer, buffer, name, files[name])
+        for stored, part in as_stored(policy.model, name, buffer).items():
+            if stored in files:
+                read_into(part, part, stored, files[stored])
     for name, source in policy.model.all_tied_weights_keys.items():
         if name in files and name not in own:
             _check_tie(own[source], name, source, files[name])

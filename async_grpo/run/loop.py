@@ -134,7 +134,7 @@ def train(
     stop: Event,
 ) -> None:
     """Train from `start` to the last batch, or until all ranks have agreed to stop."""
-    exports = Exports(learner, doing=report.doing)
+    exports = Exports(learner, doing=report.doing, sends=ranks.is_main)
     checkpoints = Checkpoints(
         learner, ranks, exports=exports, report=report, hashes=hashes,
         references=data.references_to_save,
@@ -229,6 +229,7 @@ def _keep_result(data: Data, ranks: Ranks, exports: Exports, checkpoints: Checkp
     if not data.is_stopped:
         ranks.on_main(lambda: exports.check_last(is_saved=checkpoints.is_complete))
         data.finish_evaluations()
+        exports.finish_pushes()
 
 
 logger = logging.getLogger(__name__)

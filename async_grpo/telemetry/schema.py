@@ -279,6 +279,9 @@ class Trainer:
     )
     """share of the engine's choices of experts, all replayed, that the trainer itself would not
     have made; null where none is replayed"""
+    rerouted_prompts = fact("questions", "Prompts routed otherwise")
+    """prompts that were computed again for samples of one question, whose engine had routed them
+    otherwise"""
     router_entropy = quotient("router_entropy_sum", "trained_tokens", "nats", "Router entropy")
     """entropy of the routers' shares, a token and layer; null for a dense model"""
     expert_load_max = fact("", "Largest load of an expert")

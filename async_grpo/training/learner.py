@@ -44,13 +44,8 @@ class Learner:
         self.policy = policy
         self.device = ranks.device
         self.algorithm = find_algorithm(config)
-        if policy.routing is None and config.objective.balance_coefficient:
-            raise config.objective.refusal(
-                "balance_coefficient",
-                f"balances the experts of a mixture, {config.places.model_name_or_path} has none "
-                "whose router is known",
-                "leave it out",
-            )
+        if policy.routing is None:
+            check_dense(config)
         self.step = GradientStep(
             policy, self.algorithm, options=config.optimizer, batching=config.batching,
             memory=config.memory, device=ranks.device,
@@ -115,6 +110,7 @@ class Learner:
         self.recorder.keep(minibatch, packed)
         self.step.count(
             num_fillers=not minibatch.samples,
+            rerouted_prompts=packed.num_rerouted,
             packed_tokens=sum(sample.num_tokens for sample in minibatch.samples),
             budget_tokens=self.config.batching.max_tokens_per_gpu,
         )
@@ -199,6 +195,15 @@ def shard_as_billed(policy: PolicyModel, config: TrainConfig, ranks: Ranks) -> N
         activation_checkpointing=training.checkpointing,
         compile=memory.use_torch_compile,
     )
+
+
+def check_dense(config: TrainConfig) -> None:
+    """Raise `ConfigError` for options of mixtures of experts."""
+    rule = f"is for a mixture of experts, {config.places.model_name_or_path} has no known router"
+    if config.objective.balance_coefficient:
+        raise config.objective.refusal("balance_coefficient", rule, "leave it out")
+    if config.sampling.routing_replay == "on":
+        raise config.sampling.refusal("routing_replay", rule, "use auto")
 
 
 @dataclass(frozen=True, slots=True)

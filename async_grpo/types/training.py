@@ -200,6 +200,7 @@ class PackedMinibatch:
     first_index: torch.Tensor | None = None  # [T] int64, in [0, U)
     # [T, layers * chosen] int16, experts that the engine chose; -1: the model chooses. None: all.
     experts: torch.Tensor | None = None
+    num_rerouted: int = 0  # prompts that stand here again, because other experts computed them
 
 
 class QuestionOutcome(NamedTuple):

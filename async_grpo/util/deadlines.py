@@ -21,6 +21,8 @@ LEAST_STALL_S = 2 * PING_S  # no --stall-timeout-s is shorter: pings report prog
 # Answers that are cheap for the other side.
 HEAD_PROBE_S = 5.0  # of a Ray head's port
 HUB_ANSWER_S = 10.0  # of a hub that does not answer, as behind a firewall
+HUB_PUSH_S = 1800.0  # one export on its way to a hub
+HUB_PUSHED_S = 1830.0  # of a run's end, until its last export is there
 STATUS_S = 10.0  # of the batcher, to a rank that waits for samples
 ANSWER_S = 60.0  # of an actor, which may be starting
 SSH_S = 60.0  # of a machine whose metrics are plotted

@@ -17,6 +17,7 @@ BEST_FILE = "best_checkpoint.json"
 PARAMETERS_FILE = "training_params.json"
 RUN_FILE = "run.toml"  # every option of a launched run: launched in its turn, it goes on
 CHECKPOINTS_FOLDER = "checkpoints"
+EXPORTS_FOLDER = "hf_format"
 
 
 def is_restart() -> bool:
@@ -33,6 +34,13 @@ def newest_checkpoint(folder: Path) -> tuple[int, Path] | None:
         if (number := marker.parent.name.removeprefix("batch_").partition(".")[0]).isdigit()
     ]
     return max(found)[1:] if found else None
+
+
+def exports_in(folder: Path) -> dict[int, Path]:
+    """{number of trained samples: export} of a run's folder."""
+    found = folder.glob(f"{EXPORTS_FOLDER}/samples_*")
+    ends = {each: each.name.removeprefix("samples_") for each in found}
+    return {int(end): each for each, end in ends.items() if end.isdigit()}
 
 
 def clear(folder: Path, *, files: tuple[str, ...], folders: tuple[str, ...]) -> None:

@@ -154,6 +154,9 @@ RUNS = {
     "room": ({"train": {"max_generation_tokens": 1024}}, "--max-tokens-per-gpu must exceed"),
     "one sample": ({"train": {"samples_per_question": 1}}, "--samples-per-question must be at lea"),
     "clip": ({"train": {"clip_low": 1.5}}, "--clip-low must be at most 1, which is no bound below"),
+    "hub": ({"train": {"push_to_hub": "a/b"}}, "error    hub         a/b is sent to https://huggingface.co, but HF_HUB_OFFLINE is set: unset"),
+    "hub name": ({"train": {"push_to_hub": "a/b/c"}}, "error    hub         the model on a hub (--push-to-hub) must be NAME or ORGANISATION/NAME"),
+    "shown": ({"train": {"hub_public": True}}, "--hub-public goes with --push-to-hub, got True: give that too"),
     "temperature": ({"train": {"temperature": 0.0}}, "--temperature must be positive for train"),
     "algorithm": ({"train": {"algorithm": "grop"}}, "error    algorithm   --algorithm must be"),
     "algorithm's file": ({"train": {"algorithm": "no.py:Mine"}}, "--algorithm"),
@@ -271,16 +274,24 @@ def cut(path):
     Path(path).write_bytes(Path(path).read_bytes()[:1000])
 
 
+def adapter(folder):
+    Path(folder, "model.safetensors").rename(f"{folder}/adapter_model.safetensors")
+    write(f"{folder}/adapter_config.json", {"base_model_name_or_path": "base"})
+
+
 MODEL_CASES = {
     "config": (lambda: Path("model/config.json").unlink(), "a model folder must hold config.json"),
     "weights": (lambda: Path("model/model.safetensors").unlink(), "a model folder must hold weights"),
     "cut": (lambda: cut("model/model.safetensors"), "must be a whole safetensors file"),
     "tokenizer": (lambda: Path("model/tokenizer.json").unlink(), "must hold its tokenizer"),
+    "gguf": (lambda: Path("model/model.safetensors").rename("model/model.gguf"), "model holds GGUF"),
+    "adapter": (lambda: adapter("model"), "model holds an adapter of base alone: merge them"),
     "no json": (lambda: Path("model/config.json").write_text("{"), "config.json of model must be"),
 }  # fmt: skip
 CONFIGS = {
     "bert": ({"architectures": ["BertModel"]}, "must be a causal language model, got ['BertModel']"),
-    "quantised": ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "must not be quantise"),
+    "quantised": ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "use the full-precision model"),
+    "fp8": ({"quantization_config": {"quant_method": "fp8"}}, "async-grpo dequantize model model-bf16"),
     "vocabulary": ({"vocab_size": 64}, "must not know more tokens than its config's vocab_size (64)"),
 }  # fmt: skip
 

@@ -154,6 +154,7 @@ def test_a_prompt_that_was_computed_with_other_experts_is_not_shared():
     differing = collate_pairs(pairs, share_prompts=True, experts=[one, other])
     assert differing.input_ids.numel() - same.input_ids.numel() == len(prompt)
     assert same.experts.shape[0] == same.input_ids.numel()
+    assert (same.num_rerouted, differing.num_rerouted) == (0, 1)
 
 
 def test_tokens_without_choices_route_by_themselves():

@@ -9,6 +9,8 @@ from test_experts import EXPERTS, LAYERS, gradients, model_of
 
 from async_grpo.model.collate import collate
 from async_grpo.model.policy import PolicyModel
+from async_grpo.training.learner import check_dense
+from async_grpo.util.errors import ConfigError
 
 
 def packed(seed, advantage=0.5):
@@ -82,3 +84,10 @@ def test_without_the_loss_a_mixture_trains_as_it_did():
     plain, balanced = gradient
     routers = [name for name in plain if name.endswith("gate.weight")]
     assert all(not torch.equal(plain[name], balanced[name]) for name in routers)
+
+
+@pytest.mark.parametrize("options", [{"balance_coefficient": 0.1}, {"routing_replay": "on"}])
+def test_options_of_mixtures_are_refused_for_a_dense_model(options):
+    with pytest.raises(ConfigError, match="mixture of experts"):
+        check_dense(make_config(**options))
+    check_dense(make_config())

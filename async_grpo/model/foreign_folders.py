@@ -1,0 +1,115 @@
+"""Folders that others call a model, and no run can train: told apart by their files in no time."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from async_grpo.util.errors import UnfitModel
+
+WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+# What `async-grpo dequantize` reads, by quant_method; compressed-tensors by its format.
+DEQUANTIZED = ("fp8", "mxfp8", "fbgemm_fp8", "mxfp4", "float-quantized")
+BASE_MODEL = re.compile(r"^base_model:\s*(?:-\s*)?['\"]?([^\s'\"\[{]+)", re.M)  # of a model card
+
+
+def check_kind(folder: Path) -> None:
+    """Raise UnfitModel for what other programs call a model: its name, and what to give instead."""
+    weights = weights_in(folder)
+    if (folder / "model_index.json").is_file():
+        raise UnfitModel(
+            f"the model must be a language model, {folder} is a pipeline of diffusers "
+            "(model_index.json): give a text generation model"
+        )
+    if not weights and any(folder.glob("*.gguf")):
+        raise UnfitModel(
+            f"weights must be safetensors, {folder} holds GGUF, llama.cpp's format: "
+            f"{_instead(folder)}"
+        )
+    if (folder / "adapter_config.json").is_file() and all(
+        file.name.startswith("adapter_model") for file in weights
+    ):
+        base = _original(folder) or "the model of base_model_name_or_path"
+        raise UnfitModel(
+            f"a model folder must hold the whole model, {folder} holds an adapter of {base} alone: "
+            "merge them with PEFT (PeftModel.from_pretrained(base, adapter).merge_and_unload()"
+            ".save_pretrained(folder)), save the tokenizer beside it, and give that folder"
+        )
+
+
+def quantization_of(folder: Path) -> Mapping[str, object]:
+    """The quantization_config of config.json, or of its text model; empty of full precision."""
+    stated = stated_config(folder)
+    for part in (stated, stated.get("text_config")):
+        found = isinstance(part, Mapping) and (
+            part.get("quantization_config") or part.get("compression_config")
+        )
+        if isinstance(found, Mapping):
+            return found
+    return {}
+
+
+def can_dequantize(found: Mapping[str, object]) -> bool:
+    """Whether `async-grpo dequantize` reads what a quantization_config names."""
+    method = found.get("quant_method")
+    return (found.get("format") if method == "compressed-tensors" else method) in DEQUANTIZED
+
+
+def check_full_precision(folder: Path) -> None:
+    """Raise UnfitModel for quantised weights, with the command or the download that helps."""
+    if not (found := quantization_of(folder)):
+        return
+    kinds = (found.get("quant_method"), found.get("format"))
+    kind = " ".join(str(each) for each in kinds if each) or "unknown"
+    name = (hub_name(folder) or folder.absolute().name).rpartition("/")[2]
+    command = f"async-grpo dequantize {shlex.quote(str(folder))} {shlex.quote(name)}-bf16"
+    raise UnfitModel(
+        f"weights must not be quantised for training, {folder} has quantization_config of "
+        f"{kind}: " + (f"run `{command}` once, and give every role {name}-bf16"
+                       if can_dequantize(found) else _instead(folder))
+    )  # fmt: skip
+
+
+def hub_name(folder: Path) -> str:
+    """The name on a hub of a snapshot's folder, which bears a commit's; empty for other folders.
+
+    >>> hub_name(Path("/cache/models--Qwen--Qwen3-8B/snapshots/0123"))
+    'Qwen/Qwen3-8B'
+    """
+    is_snapshot = folder.parent.name == "snapshots"
+    name = folder.parent.parent.name.removeprefix("models--")
+    return name.replace("--", "/") if is_snapshot else ""
+
+
+def _instead(folder: Path) -> str:
+    original = _original(folder)
+    return f"use the full-precision model{f', {original}' if original else ' that it was made of'}"
+
+
+def _original(folder: Path) -> str:
+    """The model that a folder was made of, by its adapter, card or config; empty if none says."""
+    with suppress(OSError, ValueError, AttributeError):
+        adapter = json.loads((folder / "adapter_config.json").read_text())
+        return str(adapter.get("base_model_name_or_path") or "")
+    with suppress(OSError, UnicodeDecodeError):
+        if named := BASE_MODEL.search((folder / "README.md").read_text()):
+            return named[1]
+    name = stated_config(folder).get("_name_or_path")
+    return name if isinstance(name, str) and not os.path.isabs(name) else ""
+
+
+def weights_in(folder: Path) -> list[Path]:
+    return [file for name in WEIGHTS for file in folder.glob(name)]
+
+
+def stated_config(folder: Path) -> Mapping[str, object]:
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError):  # `read_config` reports it
+        return {}
+    return config if isinstance(config, dict) else {}

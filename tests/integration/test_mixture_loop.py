@@ -1,0 +1,66 @@
+"""A real run of a mixture of experts on two ranks, by its engine's choices: killed, and resumed."""
+
+import pytest
+import torch
+from commands import wait_until
+from loops import READY_S, Setup, wait_until_registered
+from safetensors.torch import load_file
+from test_expert_choices import save_model
+from test_lifecycle import kill
+
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
+OPTIONS = {
+    "num_training_batches": 4,
+    "batch_size": 4,
+    "samples_per_question": 4,
+    "max_staleness": 0,
+    "deterministic": True,
+    "routing_replay": "on",
+    "balance_coefficient": 0.01,
+    "learning_rate": 2e-3,
+    "checkpoint_every_batches": 1,
+    "max_tokens_per_gpu": 512,
+}
+
+
+@pytest.fixture(scope="module")
+def setup(ray_cluster, questions, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("mixture")
+    (folder / "model").mkdir()
+    save_model("qwen3_moe", folder / "model")
+    setup = Setup(folder, ray_cluster, str(folder / "model"), questions, namespace="mixture",
+                  reward="begins_with_a_digit")  # fmt: skip
+    with setup.workers("generation", num_workers=1) as generation:
+        wait_until_registered(generation, 1)
+        yield setup
+
+
+def weights(setup, name):
+    """The last export of a run."""
+    with setup.train(name, **OPTIONS) as command:
+        assert command.wait(timeout_s=READY_S) == 0, command.err[-4000:]
+    (folder,) = (setup.folder / name / "hf_format").iterdir()
+    return load_file(folder / "model.safetensors")
+
+
+def test_a_killed_run_goes_on_to_the_same_bits(setup):
+    calm = weights(setup, "calm")
+    with setup.train("killed", **OPTIONS) as command:
+        wait_until(lambda: len(setup.rows("killed")) >= 2, timeout_s=READY_S)
+        kill(command)
+        command.wait(timeout_s=10)
+    resumed = weights(setup, "killed")
+    assert calm.keys() == resumed.keys()
+    assert all(torch.equal(calm[name], resumed[name]) for name in calm)
+    assert {row["step"] for row in setup.rows("killed")} == {1, 2, 3, 4}
+
+
+def test_engine_and_trainer_choose_alike_and_score_alike(setup):
+    rows = setup.rows("calm")
+    assert len(rows) == OPTIONS["num_training_batches"]
+    for row in rows:
+        assert row["canary_max"] < 5e-5
+        assert row["mismatch_max"] < 1e-4
+        assert row["routing_mismatch"] < 0.01 > row["canary_routing_mismatch"]
+        assert row["balance_loss"] > 0 < row["router_entropy"]
+        assert row["expert_load_max"] >= 1
