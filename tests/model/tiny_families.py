@@ -69,6 +69,8 @@ def verdict(family: str) -> tuple[str, str]:
         if "mixture-of-experts" in why:
             return "no", "mixture of experts"
         said = why.partition(") ")[2].partition(": this")[0]
+        if "off by" in said:  # by another number on another machine
+            said = "scores otherwise than sequences alone"
         return "no", "the packed row " + model_folder.first_line(ValueError(said))
     except (ValueError, TypeError, AttributeError, StrictDataclassError) as error:
         return "untried", f"{type(error).__name__} of the tiny config"
