@@ -223,7 +223,7 @@ def load_metrics(choices: Tensor) -> dict[str, float]:
     """Of the choices [R, E] of one step, over all ranks.
 
     >>> load_metrics(torch.tensor([[2.0, 2.0], [4.0, 0.0]]))
-    {'expert_load_max': 1.75, 'dead_experts': 0.25}
+    {'expert_load_max': 1.5, 'dead_experts': 0.25}
     """
     return {
         "expert_load_max": float(shares_of(choices).amax(-1).mean() * choices.shape[-1]),

@@ -25,7 +25,7 @@ STATEFUL = {
     "mamba2": {"num_heads": 8, "n_groups": 1, "state_size": 16, "expand": 2},
     "nemotron_h": {
         "layers_block_type": ["mamba", "attention", "mlp", "mamba"], "mamba_num_heads": 8,
-        "mamba_head_dim": 8, "n_groups": 1, "ssm_state_size": 16,
+        "mamba_head_dim": 8, "n_groups": 1, "ssm_state_size": 16, "num_local_experts": 1,
     },
     "qwen3_5_text": LINEAR,
     "qwen3_next": LINEAR | {"num_experts": 0, "mlp_only_layers": [0, 1, 2, 3]},
@@ -52,7 +52,7 @@ FAMILIES = STATEFUL | {
     "gemma4_text": {
         "final_logit_softcapping": 2.5, "sliding_window": 4, "layer_types": ALTERNATE,
         "num_kv_shared_layers": 2, "vocab_size_per_layer_input": 64,
-        "hidden_size_per_layer_input": 8, "global_head_dim": 16,
+        "hidden_size_per_layer_input": 8, "global_head_dim": 16, "num_experts": None,
     },
     "glm": {"partial_rotary_factor": 0.5},
     "granite_swa": {"logits_scaling": 6.0, "sliding_window": 4, "layer_types": ALTERNATE},

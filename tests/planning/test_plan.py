@@ -15,7 +15,8 @@ from async_grpo.planning.cores import Speed
 from async_grpo.planning.page import threads_in_words
 from async_grpo.planning.rates import Rates
 
-EXAMPLES = sorted(Path("examples").glob("*.toml"))
+# A supervised run has no workers, and no plan.
+EXAMPLES = sorted({*Path("examples").glob("*.toml")} - {Path("examples/from_nothing.toml")})
 QWEN = "examples/qwen_7b.toml"
 TINY = "sample-data/tiny-countdown"
 DEVICES = {"qwen_7b": "8", "deepscaler": "8,8,8", "one_gpu": "1xL4"}  # as their first lines say

@@ -15,6 +15,7 @@ def output(**changes):
     fields = {
         "token_ids": [7, 5, 1],
         "logprobs": SimpleNamespace(token_ids=[7, 5, 1], logprobs=[-0.5, -1.5, -0.25]),
+        "routed_experts": None,
         "weight_versions": [span("2.3", 0, 1), span("2.4", 1, 3)],
         "finish_reason": "stop",
     }
