@@ -28,7 +28,7 @@ SCHEDULER: str | None = "async_grpo.rollout.scheduler.make_scheduler"
 # step.
 USAGE = UsageContext.OPENAI_API_SERVER
 CPU_EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"  # "uni" becomes "mp" on CPU
-# Families that vLLM 0.32 computes otherwise than transformers: seen differences in float32, in nats.
+# Families that vLLM 0.32 computes otherwise than transformers: differences seen in float32, nats.
 DIFFERING = {"apertus": 2e-3, "ernie4_5_moe": 7e-3, "hrm_text": 3.0, "nemotron_h": 2e-2}
 OVERHEAD_BYTES = 4 << 30  # activations, CUDA graphs and the context of an engine on a device
 
