@@ -232,9 +232,8 @@ class LocalRules:
 
     def _settled(self, group: Group) -> Group:
         """The group with masks, and with `contributes` False for samples that contribute zero."""
-        balances = (
-            self._algorithm.config.objective.balance_coefficient > 0
-        )  # whatever the advantage
+        # The balancing loss of experts does not depend on the advantage.
+        balances = self._algorithm.config.objective.balance_coefficient > 0
         samples = tuple(
             sample
             if self._algorithm.contributes(sample) or (balances and sample.num_trained_tokens)

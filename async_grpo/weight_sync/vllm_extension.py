@@ -12,7 +12,8 @@ paused: this needs no second copy of the model, and cannot be undone once it has
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -105,11 +106,12 @@ class StagedFileEngine(NCCLWeightTransferEngine):
     def _receive(self, update_info: dict[str, object]) -> None:
         """Load all parameters from the trainer's device; an error leaves a broken model."""
         self._begin_loading()
-        assert self._expected is not None
-        recorder = _Recorder(self.model, self._readback, self._expected)
+        recorder = _Recorder(self.model, lambda own: self._as_stored(self._readback.through(own)))
         self.set_weight_update_target(recorder, self.model_config)
         with torch.no_grad():
             super().update_weights(update_info)
+            for pair in self._untrained():
+                recorder.load_stored(iter([pair]))
         self.reset_weight_update_target()
         self._loaded = recorder.loaded
 
@@ -119,7 +121,8 @@ class StagedFileEngine(NCCLWeightTransferEngine):
             if self._staged:
                 self._begin_loading()
                 through = self._readback.through(self._staged.items())
-                self._loaded = self.model.load_weights(self._as_stored(through))
+                stored = chain(self._as_stored(through), self._untrained())
+                self._loaded = self.model.load_weights(stored)
             super().finish_weight_update()
             _pack_tied_head(self.model)
         torch.accelerator.synchronize()  # the copies read what is dropped next
@@ -127,9 +130,13 @@ class StagedFileEngine(NCCLWeightTransferEngine):
         self._check_loaded()
 
     def _as_stored(self, published: Tensors) -> Tensors:
-        """What vLLM loads from a checkpoint: published tensors, and from its files the others."""
+        """Published tensors as vLLM loads them from a checkpoint."""
         assert self._expected is not None
-        yield from self._expected.as_stored(published)
+        return self._expected.as_stored(published)
+
+    def _untrained(self) -> Tensors:
+        """What vLLM needs besides, from the model's files."""
+        assert self._expected is not None
         if others := self._expected.untrained():
             yield from (pair for pair in _tensors_in(self.model_config.model) if pair[0] in others)
 
@@ -162,17 +169,16 @@ class StagedFileEngine(NCCLWeightTransferEngine):
 class _Recorder:
     """Takes the model's place while vLLM's engine loads, and remembers what was loaded."""
 
-    def __init__(
-        self, model: torch.nn.Module, readback: Readback, expected: ExpectedWeights
-    ) -> None:
+    def __init__(self, model: torch.nn.Module, as_stored: Callable[[Tensors], Tensors]) -> None:
         self._model = model
-        self._readback = readback
-        self._expected = expected
+        self._as_stored = as_stored
         self.loaded: set[str] | None = set()
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        through = self._readback.through(weights)
-        loaded = self._model.load_weights(self._expected.as_stored(through))
+    def load_weights(self, weights: Tensors) -> None:
+        self.load_stored(self._as_stored(weights))
+
+    def load_stored(self, weights: Tensors) -> None:
+        loaded = self._model.load_weights(weights)
         self.loaded = self.loaded | loaded if self.loaded is not None and loaded else None
 
 

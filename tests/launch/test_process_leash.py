@@ -16,7 +16,8 @@ PARENT = """
 import os, sys, time
 from pathlib import Path
 from async_grpo.launch.child_processes import ChildProcess
-child = ChildProcess("the child", [sys.executable, "-c", "import time; time.sleep(100)"],
+sleeps = "import time; print('ready', flush=True); time.sleep(100)"
+child = ChildProcess("the child", [sys.executable, "-c", sleeps],
                 log=Path(sys.argv[1]), environment=dict(os.environ))
 with child:
     print(child.child.pid, flush=True)
@@ -26,11 +27,12 @@ with child:
 
 @pytest.mark.skipif(not leash(signal.SIGINT), reason="needs util-linux's setpriv")
 def test_a_child_ends_when_its_command_is_killed(tmp_path):
+    log = tmp_path / "log"
     parent = subprocess.Popen(
-        [sys.executable, "-c", PARENT, tmp_path / "log"], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", PARENT, log], stdout=subprocess.PIPE, text=True
     )
     child = psutil.Process(int(parent.stdout.readline()))
-    while "sleep" not in " ".join(child.cmdline()[:3]):  # setpriv has become the command
+    while "ready" not in log.read_text():  # a Python that starts may swallow the signal
         time.sleep(0.05)
     os.kill(parent.pid, signal.SIGKILL)
     parent.wait()

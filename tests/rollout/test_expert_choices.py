@@ -28,6 +28,7 @@ SIZES = {
     "tie_word_embeddings": False,
 }  # fmt: skip
 SLOW = pytest.mark.slow
+NEARLY_EQUAL = 0.01  # scores of two experts may be so close that rounding decides
 TOLERANCE = 5e-5  # nats in float32, of a steep model at a temperature below 1
 FAMILIES = {
     "qwen3_moe": {"norm_topk_prob": True},
@@ -97,7 +98,8 @@ def test_an_engine_tells_its_choices_before_and_after_an_update(family, tmp_path
                 assert not loaded.canary_problem or "otherwise than" in loaded.canary_problem
                 for _ in range(2):  # the second time the prompt is cached
                     turns = runner.run(engine.generate(request))
-                    assert all(check_choices(policy, turn, family) for turn in turns)
+                    differing = [differing_choices(policy, turn, family) for turn in turns]
+                    assert max(differing) < NEARLY_EQUAL
                     assert scored(policy, turns) < TOLERANCE
                 check_canary(policy, snapshot.canary, loaded)
                 with torch.no_grad():
@@ -108,12 +110,13 @@ def test_an_engine_tells_its_choices_before_and_after_an_update(family, tmp_path
             engine._llm.shutdown()
 
 
-def check_choices(policy, turn, family):
+def differing_choices(policy, turn, family):
+    """The share of tokens and layers for which the engine has chosen other experts."""
     own = own_choices(policy, turn)
     assert min(own) == DENSE_LAYERS.get(family, 0)
     told = turn.experts.reshape(len(LONG_PROMPT) + len(turn.token_ids) - 1, -1, 2)
-    return all(
-        np.array_equal(np.sort(told[:, layer]), np.sort(chosen)) for layer, chosen in own.items()
+    return np.mean(
+        [(np.sort(told[:, layer]) != np.sort(chosen)).any(-1) for layer, chosen in own.items()]
     )
 
 
@@ -127,6 +130,6 @@ def check_canary(policy, rows, loaded):
         "w", WeightsVersion(0, 0), 0.0, 0.0, canary=loaded.canary,
         canary_experts=loaded.canary_experts,
     )  # fmt: skip
-    assert routing_mismatch([CanaryRow(ids, rows[0].logprobs, experts=own)], ack) == 0
+    assert routing_mismatch([CanaryRow(ids, rows[0].logprobs, experts=own)], ack) < NEARLY_EQUAL
     flipped = {layer: (chosen + 1) % 8 for layer, chosen in own.items()}
     assert routing_mismatch([CanaryRow(ids, rows[0].logprobs, experts=flipped)], ack) > 0.5
