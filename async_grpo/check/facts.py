@@ -26,10 +26,11 @@ from async_grpo.check.worker_tables import Tried, try_here
 from async_grpo.checkpoint.resume import find_start
 from async_grpo.cluster import head
 from async_grpo.cluster.head import ClusterResources
-from async_grpo.config.roles import REWARD
+from async_grpo.config.roles import GENERATION, REWARD
 from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.data.questions import check_sources
 from async_grpo.gateway.run_gateway import free_address
+from async_grpo.model.foreign_folders import check_sampled
 from async_grpo.model.hub import local_folder
 from async_grpo.model.model_folder import (
     ModelFacts,
@@ -153,6 +154,11 @@ def _worker_model(
         return None
     if worker.mode == REWARD:
         return _model_at(setup, worker.model_path, worker.model_revision, check_reward_model)
+    if worker.mode == GENERATION:
+        place = worker.model_path, worker.model_revision
+        refused = _model_at(setup, *place, lambda folder: check_sampled(Path(folder)))
+        if refused is not None:
+            return refused
     if worker.model_path == setup.train.places.model_name_or_path:
         return trained
     return _model_at(setup, worker.model_path, worker.model_revision, look)

@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from async_grpo.checkpoint.tensors import write_shards
 from async_grpo.model.foreign_folders import hub_name
 from async_grpo.model.model_folder import read_config
-from async_grpo.model.policy import PolicyModel, as_stored
+from async_grpo.model.policy import PolicyModel, as_stored, stored_buffers
 from async_grpo.training.fsdp import iter_full_tensors
 from async_grpo.training.learner import Learner
 from async_grpo.training.ranks import Ranks
@@ -177,8 +177,7 @@ def write_folder(
 
 def _stored(model: PreTrainedModel, trained: Named, *, dtype: torch.dtype) -> Named:
     """Parameters in `dtype` and buffers that a checkpoint has, in the form of its files."""
-    known = model.state_dict(keep_vars=True)
-    buffers = ((name, each.cpu()) for name, each in model.named_buffers() if name in known)
+    buffers = ((name, each.cpu()) for name, each in stored_buffers(model))
     for own in chain(((name, each.to(dtype)) for name, each in trained), buffers):
         yield from as_stored(model, *own).items()
 

@@ -21,7 +21,7 @@ from async_grpo.cli.run_file import config_option
 from async_grpo.config.roles import GENERATION, JUDGE, REWARD
 from async_grpo.config.worker_config import WorkerConfig, check_services
 from async_grpo.launch import interrupts
-from async_grpo.model.foreign_folders import check_full_precision
+from async_grpo.model.foreign_folders import check_full_precision, check_sampled
 from async_grpo.model.hub import local_folder
 from async_grpo.model.model_folder import (
     check_files,
@@ -103,6 +103,8 @@ def _check_model(config: WorkerConfig) -> None:
         check_reward_model(config.model_path)
     elif config.mode != JUDGE:
         check_full_precision(folder)
+    if config.mode == GENERATION:
+        check_sampled(folder)
     stated = stated_positions(folder)
     if config.role == GENERATION and stated is not None and config.max_model_len > stated:
         raise ConfigError(

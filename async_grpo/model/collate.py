@@ -172,7 +172,8 @@ def _pack(
         repeat_index=_ids([repeat_index]) if is_shared else None,
         first_index=_ids([first_index]) if is_shared else None,
         experts=_experts(rows, lengths, first_index),
-        num_rerouted=_num_rerouted(rows) if share_prompts else 0,
+        num_rerouted=share_prompts
+        * (len({_key(row) for row in rows}) - len({row.prompt.tobytes() for row in rows})),
     )
 
 
@@ -212,10 +213,6 @@ def _key(row: _Row) -> bytes:
     """Equal for equal prompts; computed with other experts it is another prompt."""
     experts = b"" if row.experts is None else row.experts[: len(row.prompt)].tobytes()
     return row.prompt.tobytes() + experts
-
-
-def _num_rerouted(rows: Sequence[_Row]) -> int:
-    return len({_key(row) for row in rows}) - len({row.prompt.tobytes() for row in rows})
 
 
 def _needed_tokens(row: _Row) -> NDArray[np.int32]:

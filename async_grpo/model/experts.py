@@ -46,7 +46,7 @@ class Routing:
         self._seen: set[int] = set()  # layers of this forward: a second time they are recomputed
         self._sums = dict.fromkeys(SUMS, torch.zeros(()))
         self._choices = torch.zeros(self.shape, dtype=torch.float64)  # of trained tokens
-        self.own: dict[int, Tensor] = {}  # the model's own choices [T, K] of the latest forward
+        self.own: dict[int, Tensor] = {}  # own choices [T, K] of the latest, without gradients
         self._places = [*routers]
         for number, router in enumerate(routers.values()):
             router.forward = functools.partial(self._route, number, router, router.forward)
@@ -104,7 +104,8 @@ class Routing:
         with _Choice(self.num_experts, self.top_k, given) as choice:
             outputs = forward(*args, **options)
         assert choice.own is not None
-        self.own[self._places[layer]] = choice.own
+        if not torch.is_grad_enabled():
+            self.own[self._places[layer]] = choice.own
         is_first = layer not in self._seen
         self._seen.add(layer)
         if packed is None or not torch.is_grad_enabled() or not packed.num_rows:

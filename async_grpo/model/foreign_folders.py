@@ -15,6 +15,8 @@ from async_grpo.util.errors import UnfitModel
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 # What `async-grpo dequantize` reads, by quant_method; compressed-tensors by its format.
 DEQUANTIZED = ("fp8", "mxfp8", "fbgemm_fp8", "mxfp4", "float-quantized")
+# Families that vLLM 0.32 computes otherwise than transformers: differences seen in float32, nats.
+DIFFERING = {"apertus": 2e-3, "ernie4_5_moe": 7e-3, "hrm_text": 3.0, "nemotron_h": 2e-2}
 BASE_MODEL = re.compile(r"^base_model:\s*(?:-\s*)?['\"]?([^\s'\"\[{]+)", re.M)  # of a model card
 
 
@@ -73,6 +75,16 @@ def check_full_precision(folder: Path) -> None:
         f"{kind}: " + (f"run `{command}` once, and give every role {name}-bf16"
                        if can_dequantize(found) else _instead(folder))
     )  # fmt: skip
+
+
+def check_sampled(folder: Path) -> None:
+    """Raise UnfitModel for families whose engine does not score as the trainer does."""
+    kind = str(stated_config(folder).get("model_type"))
+    if kind in DIFFERING:
+        raise UnfitModel(
+            "an engine must score as the trainer does, vLLM differs from transformers by "
+            f"{DIFFERING[kind]:g} nats in models like {folder} ({kind}): sample from another"
+        )
 
 
 def hub_name(folder: Path) -> str:

@@ -176,6 +176,12 @@ def as_stored(model: PreTrainedModel, name: str, tensor: Tensor) -> dict[str, Te
     return dict(revert_weight_conversion(model, {name: tensor}))
 
 
+def stored_buffers(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Buffers that a checkpoint has, such as the corrections of a router's scores."""
+    known = model.state_dict(keep_vars=True)
+    return ((name, each) for name, each in model.named_buffers() if name in known)
+
+
 @dataclass(frozen=True, slots=True)
 class ModelSize:
     """The numbers that determine the FLOPs of a forward pass."""

@@ -13,13 +13,12 @@ from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from async_grpo.config.roles import GENERATION, REWARD
+from async_grpo.config.roles import REWARD
 from async_grpo.config.worker_config import WorkerConfig, check_known
 from async_grpo.devices.bill import KV_BLOCK_TOKENS, WHOLE_SHARE, batched_on_cpu, cache_of_cpu
-from async_grpo.model.foreign_folders import stated_config
 from async_grpo.model.model_folder import longrope_positions
 from async_grpo.rollout.scheduler import KEEP
-from async_grpo.util.errors import ConfigError, UnfitModel
+from async_grpo.util.errors import ConfigError
 
 EXTENSION = "async_grpo.rollout.expert_choices.WorkerExtension"
 TRANSFER_BACKEND = "staged_file"
@@ -28,19 +27,11 @@ SCHEDULER: str | None = "async_grpo.rollout.scheduler.make_scheduler"
 # step.
 USAGE = UsageContext.OPENAI_API_SERVER
 CPU_EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"  # "uni" becomes "mp" on CPU
-# Families that vLLM 0.32 computes otherwise than transformers: differences seen in float32, nats.
-DIFFERING = {"apertus": 2e-3, "ernie4_5_moe": 7e-3, "hrm_text": 3.0, "nemotron_h": 2e-2}
 OVERHEAD_BYTES = 4 << 30  # activations, CUDA graphs and the context of an engine on a device
 
 
 def engine_args(config: WorkerConfig) -> AsyncEngineArgs:
     """The arguments by the worker's options, and the arguments that training needs."""
-    kind = str(stated_config(Path(config.model_path)).get("model_type"))
-    if kind in DIFFERING and config.mode == GENERATION:
-        raise UnfitModel(
-            f"an engine must score as the trainer does, vLLM differs from transformers by "
-            f"{DIFFERING[kind]:g} nats in models like {config.model_path} ({kind}): use another"
-        )
     on_cpu = current_platform.is_cpu()
     dtype = config.dtype
     if dtype == "auto":  # vLLM's own choice would round a float32 model

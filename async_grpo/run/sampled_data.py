@@ -253,13 +253,10 @@ def score_canary(learner: Learner, rows: tuple[NDArray[np.int32], ...]) -> tuple
     packed = to_device(collate_pairs([(row[:1], row[1:]) for row in rows]), device)
     scored = learner.policy(packed, temperature=CANARY_TEMPERATURE, chunk_size=config.chunk_size)
     parts = split_by_row(scored.logprobs, packed)
-    routing = learner.policy.routing
+    routing, lengths = learner.policy.routing, [len(part) for part in parts]
     chosen = routing.own if routing is not None and rows else {}
-    lengths = [len(part) for part in parts]
-    experts: list[dict[int, NDArray[np.int64]]] = [{} for _ in rows]
-    for layer, own in chosen.items():
-        for of_row, tokens in zip(experts, own.cpu().split(lengths), strict=True):
-            of_row[layer] = tokens.numpy()
+    own = {layer: tokens.cpu().split(lengths) for layer, tokens in chosen.items()}
+    experts = [{k: of_rows[n].numpy() for k, of_rows in own.items()} for n in range(len(rows))]
     return tuple(
         CanaryRow(row, part.float().cpu().numpy(), dtype, of_row)
         for row, part, of_row in zip(rows, parts, experts, strict=True)

@@ -62,11 +62,8 @@ def summarise_sync(
         [canary_differences(snapshot.canary, ack.canary) for ack in _replayed(snapshot, report)]
         or [np.zeros(0)]
     )
-    shares = [
-        share
-        for ack in report.acks
-        if (share := routing_mismatch(snapshot.canary, ack)) is not None
-    ]
+    found = (routing_mismatch(snapshot.canary, ack) for ack in report.acks)
+    shares = [share for share in found if share is not None]
     return SyncReport(
         sync_batches=snapshot.version.batches,
         sync_seconds=seconds,

@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.functional import one_hot
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
 
 from async_grpo.types import TensorMeta
 from async_grpo.util.errors import WeightSyncError
@@ -48,19 +47,6 @@ class ExpectedWeights:
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_path))
         shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         return cls(shapes, dtype, model)
-
-    def as_stored(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Published tensors under the names, and in the form, of a checkpoint's files."""
-        assert self.model is not None
-        for name, tensor in tensors:
-            yield from revert_weight_conversion(self.model, {name: tensor}).items()
-
-    def untrained(self) -> set[str]:
-        """Names in a checkpoint's files of what is no parameter, and so never published."""
-        assert self.model is not None
-        known = self.model.state_dict(keep_vars=True)
-        buffers = ((n, b) for n, b in self.model.named_buffers() if n in known)
-        return {name for name, _ in self.as_stored(buffers)}
 
     def check(self, tensors: Iterable[TensorMeta]) -> None:
         """Raise `WeightSyncError` unless these are the model's parameters, each of them once."""

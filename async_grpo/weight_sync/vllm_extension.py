@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import safe_open
+from transformers import PreTrainedModel
 from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.nccl_engine import (
@@ -29,6 +30,7 @@ from vllm.distributed.weight_transfer.nccl_engine import (
 from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 from vllm.platforms import current_platform
 
+from async_grpo.model.policy import as_stored, stored_buffers
 from async_grpo.types import TensorMeta
 from async_grpo.util.errors import WeightSyncError
 from async_grpo.weight_sync.buckets import dtype_name, view_tensor
@@ -129,15 +131,20 @@ class StagedFileEngine(NCCLWeightTransferEngine):
         self._staged = {}
         self._check_loaded()
 
+    @property
+    def _outline(self) -> PreTrainedModel:
+        assert self._expected is not None and self._expected.model is not None
+        return self._expected.model
+
     def _as_stored(self, published: Tensors) -> Tensors:
         """Published tensors as vLLM loads them from a checkpoint."""
-        assert self._expected is not None
-        return self._expected.as_stored(published)
+        for name, tensor in published:
+            yield from as_stored(self._outline, name, tensor).items()
 
     def _untrained(self) -> Tensors:
         """What vLLM needs besides, from the model's files."""
-        assert self._expected is not None
-        if others := self._expected.untrained():
+        others = {name for name, _ in self._as_stored(stored_buffers(self._outline))}
+        if others:
             yield from (pair for pair in _tensors_in(self.model_config.model) if pair[0] in others)
 
     def _check_loaded(self) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from async_grpo.model.foreign_folders import check_full_precision
+from async_grpo.model.foreign_folders import check_full_precision, check_sampled
 from async_grpo.model.model_folder import check_files
 from async_grpo.util.errors import UnfitModel
 
@@ -117,3 +117,11 @@ def test_the_command_names_the_model_of_a_snapshot_and_not_its_commit(tmp_path):
     (folder / "config.json").write_text(json.dumps({"quantization_config": FP8}))
     with pytest.raises(UnfitModel, match=f"dequantize {folder} Qwen3-8B-FP8-bf16`"):
         check_full_precision(folder)
+
+
+def test_a_family_that_vllm_computes_otherwise_is_refused_for_sampling(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+    check_sampled(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "apertus"}))
+    with pytest.raises(UnfitModel, match=r"differs from transformers by 0\.002 nats"):
+        check_sampled(tmp_path)
