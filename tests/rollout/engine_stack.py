@@ -12,7 +12,7 @@ from async_grpo.types import GenerationRequest, SamplingContract, WeightsVersion
 
 TEMPERATURE = 0.7
 STOP = 1
-TOLERANCE = 5e-6
+TOLERANCE = 2e-5  # float32 rounds to 5e-6 in 400 tokens of 400 samples; other weights differ by 0.1
 LONG_PROMPT = np.arange(300, dtype=np.int32) % 75 + 3  # fills several blocks of the prefix cache
 FIRST, SECOND = WeightsVersion(0, 0), WeightsVersion(0, 1)
 LOOK_S = 0.05
