@@ -117,9 +117,10 @@ def _warm_up(setup: Setup) -> Iterator[Finding]:
 def sizes_in_words(model: ModelFacts, size: WeightsSize | None) -> str:
     """Sizes of a model, in a sentence."""
     weights = f"{in_units(size.num_parameters)} parameters, " if size else ""
+    text = f"its text model ({model.text_model}) alone is trained; " if model.text_model else ""
     return (
-        f"{model.path}: {weights}{model.vocab_size} tokens in the vocabulary, sequences of up to "
-        f"{model.max_positions}; outputs end with token ids {list(model.stop_token_ids)}"
+        f"{model.path}: {text}{weights}{model.vocab_size} tokens in the vocabulary, sequences of "
+        f"up to {model.max_positions}; outputs end with token ids {list(model.stop_token_ids)}"
     )
 
 

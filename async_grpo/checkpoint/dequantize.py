@@ -22,8 +22,8 @@ from async_grpo.checkpoint.export import write_folder
 from async_grpo.model.foreign_folders import (
     can_dequantize,
     check_full_precision,
+    config_file,
     quantization_of,
-    stated_config,
 )
 from async_grpo.model.weight_files import Files, files_of
 from async_grpo.util.errors import CheckpointError, ConfigError, UnfitModel
@@ -59,7 +59,7 @@ def dequantize(source: Path, target: Path) -> int:
             f"quantised weights must have their scales beside them, {source} has none: fetch its "
             "*.safetensors again"
         )
-    config = json.dumps(_full_precision(stated_config(source)), indent=2) + "\n"
+    config = json.dumps(_full_precision(config_file(source)), indent=2) + "\n"
     tensors = _dequantized(files, scales, block=block_of(found))
     try:
         write_folder(tensors, source, target, texts={"config.json": config})

@@ -29,9 +29,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from async_grpo.checkpoint.tensors import write_shards
-from async_grpo.model.foreign_folders import hub_name
+from async_grpo.model.foreign_folders import config_file, hub_name, stated_config
 from async_grpo.model.model_folder import read_config
 from async_grpo.model.policy import PolicyModel, as_stored, stored_buffers
+from async_grpo.model.text_towers import is_tower
+from async_grpo.model.weight_files import put_back
 from async_grpo.training.fsdp import iter_full_tensors
 from async_grpo.training.learner import Learner
 from async_grpo.training.ranks import Ranks
@@ -78,10 +80,10 @@ By `{algorithm}` on {num_samples} samples, with async-grpo:
 {table}
 
 ```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import {loader}, AutoTokenizer
 
 name = "."  # this folder, or its name on a hub
-model = AutoModelForCausalLM.from_pretrained(name)
+model = {loader}.from_pretrained(name)
 tokenizer = AutoTokenizer.from_pretrained(name)
 ```
 """
@@ -107,7 +109,7 @@ def export_hf(
         try:
             source = Path(source_folder)
             texts = {"README.md": card()} if card else {}
-            stored = _stored(policy.model, tensors, dtype=_stored_dtype(source))
+            stored = _stored(policy.model, tensors, source)
             write_folder(stored, source, Path(target), texts=texts)
         except (OSError, CheckpointError) as error:
             reason = [str(error)]
@@ -144,8 +146,7 @@ def write_initial(source: str, folder: str, *, seed: int) -> None:
         config = read_config(Path(source))
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         drawn = ((name, parameter.detach()) for name, parameter in model.named_parameters())
-        stored = _stored(model, drawn, dtype=_stored_dtype(Path(source)))
-        write_folder(stored, Path(source), goal)
+        write_folder(_stored(model, drawn, Path(source)), Path(source), goal)
     logger.info("weights were drawn from the seed %d: %s", seed, goal)
 
 
@@ -175,17 +176,13 @@ def write_folder(
         shutil.rmtree(temporary, ignore_errors=True)  # frees the disk for what is written next
 
 
-def _stored(model: PreTrainedModel, trained: Named, *, dtype: torch.dtype) -> Named:
-    """Parameters in `dtype` and buffers that a checkpoint has, in the form of its files."""
+def _stored(model: PreTrainedModel, trained: Named, source: Path) -> Named:
+    """Parameters, and buffers that a checkpoint has, in the form and type of the source's files."""
+    config = stated_config(source)
+    dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype") or "float32"))
     buffers = ((name, each.cpu()) for name, each in stored_buffers(model))
-    for own in chain(((name, each.to(dtype)) for name, each in trained), buffers):
-        yield from as_stored(model, *own).items()
-
-
-def _stored_dtype(source: Path) -> torch.dtype:
-    config = json.loads((source / "config.json").read_text())
-    name = config.get("dtype") or config.get("torch_dtype") or "float32"
-    return getattr(torch, name)
+    own = chain(((name, each.to(dtype)) for name, each in trained), buffers)
+    return put_back(chain.from_iterable(as_stored(model, *each).items() for each in own), source)
 
 
 def _descriptions(source: Path) -> list[Path]:
@@ -347,6 +344,7 @@ class Exports:
         It names files and no folders: whoever reads it has another machine.
         """
         config = self._learner.config
+        whole = config_file(Path(config.places.model_name_or_path))
         base, options = hub_name(Path(config.places.model_name_or_path)), config.options()
         rows = {name: options[name] for name in MAIN_OPTIONS}
         for name in (METRICS_FILE, EVALUATIONS_FILE):  # the last figures, where they are there
@@ -363,6 +361,7 @@ class Exports:
             algorithm=_name(config.objective.algorithm),
             files=", ".join(_name(each.source.path) for each in config.data.data_files),
             num_samples=self._num_samples,
+            loader=f"AutoModelFor{'ImageTextToText' if is_tower(whole) else 'CausalLM'}",
             table="\n".join(f"| {k} | {v} |" for k, v in shown.items() if v not in (None, "")),
         )
 

@@ -6,7 +6,7 @@ Text is tokenised here and nowhere else: with the chat template where the tokeni
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -153,6 +153,7 @@ class LineReader:
     mapping: Mapping[str, str] = field(default_factory=dict)  # {our column name: the user's}
     types: Sequence[str] = ()  # that a line may have; empty: any. A single one is the default
     longest_pair: int = 0  # tokens of a prompt with its reference answer; 0: questions have none
+    other_tokens: Collection[int] = ()  # that stand for images or sound, of which no line may have
 
     def question(self, row: Mapping[str, object]) -> Question:
         """A question from `input_token_ids`, `messages` or `input`; other columns are optional.
@@ -166,7 +167,7 @@ class LineReader:
             "--max-prompt-tokens, or --max-tokens-per-gpu or the model's own limit, less "
             "--max-generation-tokens"
         )
-        self._check_length(columns, len(ids), "prompt", limit)
+        self._check_tokens(columns, ids, "prompt", limit)
         text = self._text_of(columns, ids)
         kind = self._type(columns)
         question = Question(np.asarray(ids, dtype=np.int32), text, columns.answer(), row, kind)
@@ -197,7 +198,7 @@ class LineReader:
             prompt = self._prompt(columns)
             completion = self._closed(columns, column, completion_token_ids)
         limit = "--max-tokens-per-gpu or the model's own limit"
-        self._check_length(columns, len(prompt) + len(completion), "pair", limit)
+        self._check_tokens(columns, [*prompt, *completion], "pair", limit)
         return TrainingPair(np.asarray(prompt, np.int32), np.asarray(completion, np.int32))
 
     def document(self, row: Mapping[str, object]) -> TrainingPair:
@@ -274,11 +275,17 @@ class LineReader:
             )
         return tokenise(self.tokenizer, text=text)
 
-    def _check_length(self, columns: Columns, num_tokens: int, noun: str, limit: str) -> None:
-        if num_tokens > self.max_tokens:
-            given = next(name for name in (*PROMPTS, *WHOLE_TEXTS) if columns.has(name))
+    def _check_tokens(self, columns: Columns, ids: Sequence[int], noun: str, limit: str) -> None:
+        expected = got = ""
+        if len(ids) > self.max_tokens:
             expected = f"a {noun} of at most {self.max_tokens} tokens ({limit})"
-            raise MalformedLine(columns.name(given), expected=expected, got=f"{num_tokens}")
+            got = f"{len(ids)}"
+        elif others := set(self.other_tokens).intersection(ids):
+            expected = f"a {noun} of text alone, as the text model that is trained"
+            got = f"{self.tokenizer.convert_ids_to_tokens(min(others))}, of an image or sound"
+        if expected:
+            given = next(name for name in (*PROMPTS, *WHOLE_TEXTS) if columns.has(name))
+            raise MalformedLine(columns.name(given), expected=expected, got=got)
 
 
 def _are_prompt(columns: Columns) -> bool:

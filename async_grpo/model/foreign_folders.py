@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from async_grpo.model.text_towers import stated_text
 from async_grpo.util.errors import UnfitModel
 
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
@@ -47,13 +48,8 @@ def check_kind(folder: Path) -> None:
 def quantization_of(folder: Path) -> Mapping[str, object]:
     """The quantization_config of config.json, or of its text model; empty of full precision."""
     stated = stated_config(folder)
-    for part in (stated, stated.get("text_config")):
-        found = isinstance(part, Mapping) and (
-            part.get("quantization_config") or part.get("compression_config")
-        )
-        if isinstance(found, Mapping):
-            return found
-    return {}
+    found = stated.get("quantization_config") or stated.get("compression_config")
+    return found if isinstance(found, Mapping) else {}
 
 
 def can_dequantize(found: Mapping[str, object]) -> bool:
@@ -120,6 +116,12 @@ def weights_in(folder: Path) -> list[Path]:
 
 
 def stated_config(folder: Path) -> Mapping[str, object]:
+    """What config.json says of the text model."""
+    return stated_text(config_file(folder))
+
+
+def config_file(folder: Path) -> Mapping[str, object]:
+    """config.json as it is; empty of one that cannot be read."""
     try:
         config = json.loads((folder / "config.json").read_text())
     except (OSError, ValueError):  # `read_config` reports it

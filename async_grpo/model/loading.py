@@ -23,9 +23,11 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from async_grpo.model.attention import HALF_TYPES, PACKED
 from async_grpo.model.collate import collate_pairs, to_device
+from async_grpo.model.foreign_folders import config_file
 from async_grpo.model.model_folder import check_files, read_config
 from async_grpo.model.policy import PolicyModel
-from async_grpo.model.weight_files import files_of, fill, materialise, misfit, outline
+from async_grpo.model.text_towers import is_tower
+from async_grpo.model.weight_files import fill, materialise, misfit, outline, places_of
 from async_grpo.util.errors import UnfitModel
 
 logger = logging.getLogger(__name__)
@@ -56,11 +58,9 @@ def load_policy(
     Raises UnfitModel when weights are missing or the model cannot be packed exactly.
     """
     alone = check_trainable(path, attention=attention, device=device, dtype=dtype)
-    policy = _load_whole(path, _read_config(path), dtype, device)
-    policy.model.set_attn_implementation(attention)
-    if alone:
-        policy.see_sequences_alone()
-    return policy
+    return load_sharded(
+        path, attention=attention, dtype=dtype, device=device, shard=None, sequences_alone=alone
+    )
 
 
 def check_trainable(path: str, *, attention: str, device: torch.device, dtype: torch.dtype) -> bool:
@@ -80,32 +80,40 @@ def load_sharded(
     attention: str,
     dtype: torch.dtype,
     device: torch.device,
-    shard: Callable[[PolicyModel], object],
+    shard: Callable[[PolicyModel], object] | None,
     parameters_on: torch.device | None = None,
     sequences_alone: bool = False,
 ) -> PolicyModel:
     """The policy in `path`, dropout off; `shard` decides which part of it this process holds.
 
-    `shard` works in place on a policy of meta parameters; `parameters_on`: the device of its
-    shards, if not `device`. `sequences_alone`: as `check_trainable` has found. Raises UnfitModel
-    when weights are missing.
+    `shard` works in place on a policy of meta parameters; None: it holds all. `parameters_on`: the
+    device of its shards, if not `device`. `sequences_alone`: as `check_trainable` has found. Raises
+    UnfitModel when weights are missing.
     """
     config = _read_config(path)
     policy = PolicyModel(outline(config, attention=PACKED, dtype=dtype))
-    files = files_of(Path(path))
-    if reason := misfit(policy, files):
+    places = places_of(Path(path))
+    if (reason := misfit(policy, places)) and is_tower(config_file(Path(path))):
+        raise UnfitModel(
+            "a text model among others must be in safetensors by the names of save_pretrained, in "
+            f"{path} {reason}: write the folder with save_pretrained"
+        )
+    if reason and shard:
         num_bytes = sum(p.numel() for p in policy.parameters()) * dtype.itemsize
         logger.warning(
             "the files of %s cannot be read in slices (%s): each rank reads the whole model, "
             "%.1f GiB of this host's memory; save_pretrained writes a folder that can",
             path, reason, num_bytes / 2**30,
         )  # fmt: skip
-        policy = _load_whole(path, config, dtype, CPU)
+    if reason:
+        policy = _load_whole(path, config, dtype, CPU if shard else device)
+    if shard:
         shard(policy)
-    else:
-        shard(policy)
+    if not reason:
         materialise(policy, device, parameters_on=parameters_on or device)
-        fill(policy, files)
+        if not shard:
+            policy.model.tie_weights()
+        fill(policy, places)
     policy.model.set_attn_implementation(attention)
     if sequences_alone:
         policy.see_sequences_alone()

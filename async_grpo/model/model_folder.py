@@ -15,9 +15,11 @@ from safetensors import SafetensorError, safe_open
 from async_grpo.model.foreign_folders import (
     check_full_precision,
     check_kind,
+    config_file,
     stated_config,
     weights_in,
 )
+from async_grpo.model.text_towers import OF_SEVERAL_INPUTS, is_tower, other_tokens, text_model
 from async_grpo.util.errors import UnfitModel
 
 if TYPE_CHECKING:
@@ -29,7 +31,6 @@ TOKENIZER_FILES = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tekken
 POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len")  # names in configs
 LONGROPE = ("longrope", "su")  # its name, and its name in older configs
 ORIGINAL = "original_max_position_embeddings"
-OF_SEVERAL_INPUTS = "ForConditionalGeneration"  # the end of such a class's name in transformers
 OF_SEQUENCES = "ForSequenceClassification"  # the end of a classifier's
 # A text that differs by how a tokenizer treats cases, accents, digits, spaces, scripts and code.
 PROBE = (
@@ -48,6 +49,8 @@ class ModelFacts:
     stop_token_ids: tuple[int, ...]  # sorted; from tokenizer, config and generation config
     tokenizer_hash: str  # `encoding_hash`
     num_heads: int = 0  # of attention; 0: unknown, the config does not have it
+    text_model: str = ""  # the kind of a text model in one that also takes images or sound
+    other_tokens: tuple[int, ...] = ()  # ids that stand for them, which no prompt may hold
 
 
 def check_model_folder(path: str, *, needs_weights: bool = True) -> ModelFacts:
@@ -55,7 +58,7 @@ def check_model_folder(path: str, *, needs_weights: bool = True) -> ModelFacts:
     folder = Path(path)
     check_files(folder, needs_weights=needs_weights)
     check_tokenizer_files(folder)
-    config = read_config(folder)
+    config, whole = read_config(folder), config_file(folder)
     tokenizer = _read_tokenizer(path)
     vocab_size = config.vocab_size
     max_positions = _positions(lambda name: getattr(config, name, None))
@@ -76,6 +79,8 @@ def check_model_folder(path: str, *, needs_weights: bool = True) -> ModelFacts:
         stop_token_ids=_stop_token_ids(folder, config, tokenizer, vocab_size),
         tokenizer_hash=encoding_hash(tokenizer),
         num_heads=getattr(config, "num_attention_heads", None) or 0,
+        text_model=config.model_type if is_tower(whole) else "",
+        other_tokens=other_tokens(whole),
     )
 
 
@@ -134,6 +139,11 @@ def check_files(folder: Path, *, needs_weights: bool = True) -> None:
             "give the folder that save_pretrained wrote"
         )
     if not needs_weights:
+        if is_tower(config_file(folder)):
+            raise UnfitModel(
+                f"--init random must draw a model of text alone, {folder} also takes images or "
+                "sound: give a folder whose config.json is its text_config"
+            )
         return
     if not weights_in(folder):
         raise UnfitModel(
@@ -196,12 +206,12 @@ def hash_model(path: str) -> str:
 
 
 def read_config(folder: Path) -> PreTrainedConfig:
-    """The config of an architecture that can be trained; UnfitModel for any other."""
+    """The config of a text model that can be trained; UnfitModel for any other."""
     check_full_precision(folder)
     from transformers import AutoConfig  # here, because it takes seconds and `check_files` none
 
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        config = text_model(AutoConfig.from_pretrained(folder, local_files_only=True))
     except (ValueError, KeyError, OSError, TypeError, AttributeError) as error:
         raise UnfitModel(
             f"config.json of {folder} must be one that transformers reads, but: "
@@ -248,15 +258,15 @@ def _check_architecture(config: PreTrainedConfig, path: Path) -> None:
     architectures = config.architectures or [
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type, "none")
     ]
+    if several := [name for name in _flat(architectures) if name.endswith(OF_SEVERAL_INPUTS)]:
+        raise UnfitModel(
+            f"a model of images or sound must have a text model that transformers knows alone, "
+            f"{path} is a {several[0]}: use a text model of its family"
+        )
     if not known.intersection(_flat(architectures)):
         raise UnfitModel(
             f"the model must be a causal language model, got {architectures} in {path}: "
             "use a text generation model"
-        )
-    if several := [name for name in _flat(architectures) if name.endswith(OF_SEVERAL_INPUTS)]:
-        raise UnfitModel(
-            f"the model must take text alone, {path} is a {several[0]}, of images or sound: use "
-            "a text model of its family"
         )
     rescaling_of(config)
 

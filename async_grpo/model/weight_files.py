@@ -12,6 +12,7 @@ import json
 import math
 import re
 import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,15 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+from async_grpo.model.foreign_folders import config_file
 from async_grpo.model.model_folder import read_config
 from async_grpo.model.policy import PolicyModel, as_stored, hf_named_parameters
+from async_grpo.model.text_towers import is_tower, text_name
 from async_grpo.util.errors import UnfitModel
 
 Files = dict[str, Path]  # by the name of a tensor
+Place = tuple[Path, str]  # a tensor's file, and its name there
+Named = Iterator[tuple[str, Tensor]]
 MAX_VALUES = 1 << 20  # of each tensor that `check_weights` reads
 FIRST_EXPERT = ".experts.0."
 LAYER = re.compile(r"\.\d+\.")
@@ -72,9 +77,35 @@ def files_of(folder: Path) -> Files:
         return dict.fromkeys(content.keys(), file)
 
 
-def misfit(policy: PolicyModel, files: Files) -> str:
+def places_of(folder: Path) -> dict[str, Place]:
+    """{name that the text model has of a tensor: its place}, without tensors of other parts."""
+    files, own = files_of(folder), text_name if is_tower(config_file(folder)) else str
+    return {own(name): (file, name) for name, file in files.items() if own(name)}
+
+
+def tensors_in(folder: Path) -> Named:
+    """The text model's tensors, one at a time."""
+    for name, (file, stored) in places_of(folder).items():
+        with safe_open(file, framework="pt") as content:
+            yield name, content.get_tensor(stored)
+
+
+def put_back(tensors: Named, folder: Path) -> Named:
+    """The text model's tensors by the names of a folder's files, and its others as they are."""
+    if not is_tower(config_file(folder)):
+        yield from tensors
+        return
+    places = places_of(folder)
+    yield from ((places[name][1], tensor) for name, tensor in tensors)
+    for name, file in files_of(folder).items():
+        if not text_name(name):
+            with safe_open(file, framework="pt") as content:
+                yield name, content.get_tensor(name)
+
+
+def misfit(policy: PolicyModel, places: Mapping[str, Place]) -> str:
     """Why the files cannot fill the outlined policy name by name; empty if they can."""
-    if not files:
+    if not places:
         return f"there is no {SAFE_WEIGHTS_NAME}"
     needed: list[str] = []
     for name, parameter in hf_named_parameters(policy):
@@ -82,13 +113,13 @@ def misfit(policy: PolicyModel, files: Files) -> str:
         if len(stored) == 1 and {each.shape for each in stored.values()} != {parameter.shape}:
             return f"{name} is stored in another form"
         needed += stored
-    if absent := [name for name in needed if name not in files]:
+    if absent := [name for name in needed if name not in places]:
         return f"{len(absent)} of {len(needed)} parameters have other names, first {absent[0]}"
     return ""
 
 
 @torch.no_grad()
-def fill(policy: PolicyModel, files: Files) -> None:
+def fill(policy: PolicyModel, places: Mapping[str, Place]) -> None:
     """Set every parameter, converted to its type; each rank reads the slices of its shards.
 
     Raises UnfitModel when a tensor has another shape than its parameter, or when the config ties
@@ -96,31 +127,34 @@ def fill(policy: PolicyModel, files: Files) -> None:
     """
     own = dict(hf_named_parameters(policy))
     for name, parameter in own.items():
-        _fill_one(policy.model, name, parameter, files)
+        _fill_one(policy.model, name, parameter, places)
     for name, buffer in policy.model.named_buffers():
         for stored, part in as_stored(policy.model, name, buffer).items():
-            if stored in files:
-                read_into(part, part, stored, files[stored])
+            if stored in places:
+                read_into(part, part, places[stored])
     for name, source in policy.model.all_tied_weights_keys.items():
-        if name in files and name not in own:
-            _check_tie(own[source], name, source, files[name])
+        if name in places and name not in own:
+            _check_tie(own[source], name, source, places[name])
 
 
-def _fill_one(model: PreTrainedModel, name: str, parameter: Tensor, files: Files) -> None:
+def _fill_one(
+    model: PreTrainedModel, name: str, parameter: Tensor, places: Mapping[str, Place]
+) -> None:
     local, whole = local_part(parameter), torch.empty(parameter.shape, device="meta")
     stored = [*as_stored(model, name, whole)]
     if len(stored) == 1:
-        read_into(local, parameter, stored[0], files[stored[0]])
+        read_into(local, parameter, places[stored[0]])
         return
     first = _slices(parameter)[0].start
     for number, expert in enumerate(local):  # a view, as are its parts
         for part, view in as_stored(model, name, expert[None]).items():
             own = part.replace(FIRST_EXPERT, f".experts.{first + number}.")
-            read_into(view, view, own, files[own])
+            read_into(view, view, places[own])
 
 
-def read_into(target: Tensor, whole: Tensor, name: str, file: Path) -> None:
-    """Copy this rank's slice of tensor `name` into `target`, its shard of `whole`."""
+def read_into(target: Tensor, whole: Tensor, place: Place) -> None:
+    """Copy this rank's slice of a file's tensor into `target`, its shard of `whole`."""
+    file, name = place
     # Opened for one tensor only: the pages of an open file count as this process's memory.
     with safe_open(file, framework="pt") as content:
         source = content.get_slice(name)
@@ -165,14 +199,14 @@ def _slices(whole: Tensor) -> tuple[slice, ...]:
     return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
 
 
-def _check_tie(parameter: Tensor, name: str, source: str, file: Path) -> None:
+def _check_tie(parameter: Tensor, name: str, source: str, place: Place) -> None:
     local = local_part(parameter)
     stored = torch.empty_like(local)
-    read_into(stored, parameter, name, file)
+    read_into(stored, parameter, place)
     if not torch.equal(stored, local):
         raise UnfitModel(
-            f"config.json ties {name} to {source}, but {file.parent} holds two that differ: set "
-            "tie_word_embeddings to false there, or remove one of the two"
+            f"config.json ties {name} to {source}, but {place[0].parent} holds two that differ: "
+            "set tie_word_embeddings to false there, or remove one of the two"
         )
 
 
@@ -182,8 +216,8 @@ def check_weights(path: str, *, seconds: float) -> str:
     Values are read for at most `seconds`. Raises `UnfitModel` for weights that are missing, have
     another shape, belong to more layers than the config has, or are not finite.
     """
-    files = files_of(Path(path))
-    if not files:  # names in pytorch_model.bin are unknown before it is loaded
+    places = places_of(Path(path))
+    if not places:  # names in pytorch_model.bin are unknown before it is loaded
         return ""
     model = outline(read_config(Path(path)), attention="eager", dtype=torch.float32)
     wanted = {
@@ -191,16 +225,16 @@ def check_weights(path: str, *, seconds: float) -> str:
         for name, each in model.named_parameters()
         for stored, part in as_stored(model, name, each).items()
     }
-    if wanted.keys().isdisjoint(files):  # old names, which transformers translates
+    if wanted.keys().isdisjoint(places):  # old names, which transformers translates
         return ""
     part = f"{model.base_model_prefix}."
-    if absent := [n for n in wanted if n not in files and n.removeprefix(part) not in files]:
+    if absent := [n for n in wanted if n not in places and n.removeprefix(part) not in places]:
         raise UnfitModel(
             f"the weights in {path} must hold every parameter of its config, {len(absent)} of "
             f"{len(wanted)} are missing, first {absent[0]}: complete the folder, or correct it"
         )
     known = {*wanted, *dict(model.named_buffers()), *model.all_tied_weights_keys}
-    extra = [name for name in files if name not in known]
+    extra = [name for name in places if name not in known]
     layers = {LAYER.sub(".N.", name) for name in wanted}
     if more := [name for name in extra if LAYER.sub(".N.", name) in layers]:
         raise UnfitModel(
@@ -208,10 +242,9 @@ def check_weights(path: str, *, seconds: float) -> str:
             f"tensors are of more, first {more[0]}: correct num_hidden_layers in config.json"
         )
     until = time.monotonic() + seconds
-    for file in sorted(set(files.values())):
+    for name, (file, stored) in places.items():
         with safe_open(file, framework="pt") as content:
-            for name in content.keys():  # noqa: SIM118
-                _check_tensor(name, file, content.get_slice(name), wanted.get(name), until=until)
+            _check_tensor(name, file, content.get_slice(stored), wanted.get(name), until=until)
     unused = f"{len(extra)} tensors of {path} are of no use to its config, first"
     return f"{unused} {extra[0]}: see that config.json is that of these weights" if extra else ""
 

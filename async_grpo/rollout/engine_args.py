@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
 
+from transformers import PreTrainedConfig
 from vllm.config import ModelConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
@@ -16,9 +17,12 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from async_grpo.config.roles import REWARD
 from async_grpo.config.worker_config import WorkerConfig, check_known
 from async_grpo.devices.bill import KV_BLOCK_TOKENS, WHOLE_SHARE, batched_on_cpu, cache_of_cpu
+from async_grpo.model.foreign_folders import config_file
 from async_grpo.model.model_folder import longrope_positions
+from async_grpo.model.text_towers import is_tower, text_model
 from async_grpo.rollout.scheduler import KEEP
 from async_grpo.util.errors import ConfigError
+from async_grpo.weight_sync.vllm_extension import TEXT_TOWER
 
 EXTENSION = "async_grpo.rollout.expert_choices.WorkerExtension"
 TRANSFER_BACKEND = "staged_file"
@@ -50,7 +54,8 @@ def engine_args(config: WorkerConfig) -> AsyncEngineArgs:
         kv_cache_memory_bytes=int(config.kv_cache_gib * 2**30) or None,
         generation_config="vllm",  # nothing of the sampling comes from the model's folder
         logprobs_mode="processed_logprobs",  # at the sampling temperature
-        hf_overrides={"head_dtype": "float32"},  # logits as the trainer computes them
+        hf_overrides=as_trained,
+        load_format=TEXT_TOWER if is_tower(config_file(Path(config.model_path))) else "auto",
         skip_tokenizer_init=False,  # grammars are made of its vocabulary; ids go in and out
         disable_log_stats=True,
         # By itself vLLM may take Ray's executor inside an actor, and another placement with it.
@@ -71,6 +76,13 @@ def engine_args(config: WorkerConfig) -> AsyncEngineArgs:
             args.gpu_memory_utilization = share
     set_engine_options(args, config.engine_options)
     return args
+
+
+def as_trained(config: PreTrainedConfig) -> PreTrainedConfig:
+    """What vLLM makes of a folder's config: the text model alone, logits as the trainer's."""
+    text = text_model(config)
+    text.head_dtype = "float32"
+    return text
 
 
 def share_for_cache(config: WorkerConfig, *, device_bytes: Callable[[], int]) -> float:

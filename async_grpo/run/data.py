@@ -206,6 +206,7 @@ def line_reader(config: TrainConfig, facts: ModelFacts, *, max_tokens: int) -> L
         vocab_size=facts.vocab_size,
         max_tokens=max_tokens,
         mapping=parse_column_mapping(config.data.column_mapping),
+        other_tokens=facts.other_tokens,
     )
 
 

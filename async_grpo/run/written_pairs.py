@@ -153,6 +153,7 @@ def _load(config: GenerateConfig, facts: ModelFacts, tokenizer: Tokenizer) -> Qu
         vocab_size=facts.vocab_size,
         max_tokens=room,
         mapping=parse_column_mapping(config.column_mapping),
+        other_tokens=facts.other_tokens,
     )
     records = load_records(config.data, reader.question, limit=config.limit or None)
     return QuestionTable.of(records)

@@ -11,14 +11,16 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.functional import one_hot
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from async_grpo.model.model_folder import read_config
 from async_grpo.types import TensorMeta
 from async_grpo.util.errors import WeightSyncError
 
@@ -44,7 +46,7 @@ class ExpectedWeights:
     def read(cls, model_path: str, *, dtype: str) -> Self:
         """The parameters of the model in a folder; the trainer builds it by the same class."""
         with torch.device("meta"):  # shapes without memory
-            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_path))
+            model = AutoModelForCausalLM.from_config(read_config(Path(model_path)))
         shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         return cls(shapes, dtype, model)
 

@@ -13,24 +13,29 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors import safe_open
 from transformers import PreTrainedModel
-from vllm.config import set_current_vllm_config
+from vllm.config import ModelConfig, set_current_vllm_config
+from vllm.config.load import LoadConfig
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.nccl_engine import (
     NCCLWeightTransferEngine,
     NCCLWeightTransferInitInfo,
 )
+from vllm.model_executor.model_loader import register_model_loader
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 from vllm.platforms import current_platform
 
 from async_grpo.model.policy import as_stored, stored_buffers
+from async_grpo.model.text_towers import text_name
+from async_grpo.model.weight_files import tensors_in
 from async_grpo.types import TensorMeta
 from async_grpo.util.errors import WeightSyncError
 from async_grpo.weight_sync.buckets import dtype_name, view_tensor
@@ -38,6 +43,7 @@ from async_grpo.weight_sync.routes import check_group
 from async_grpo.weight_sync.update_checks import ExpectedWeights, Readback
 
 BACKEND = "staged_file"
+TEXT_TOWER = "text_tower"  # the way to load the text model in one that also takes images or sound
 Tensors = Iterator[tuple[str, torch.Tensor]]
 # Silence warnings of layers that load nothing themselves; `_check_loaded` checks what was loaded.
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
@@ -87,7 +93,7 @@ class StagedFileEngine(NCCLWeightTransferEngine):
         """
         reading, read = Readback(self.model, seed=0), set[str]()
         with torch.no_grad():
-            for name, _ in reading.through(_tensors_in(self.model_config.model)):
+            for name, _ in reading.through(self._in_files()):
                 read.add(name)
             if self._expected is None or not read.issuperset(self._expected.shapes):
                 return None
@@ -145,7 +151,10 @@ class StagedFileEngine(NCCLWeightTransferEngine):
         """What vLLM needs besides, from the model's files."""
         others = {name for name, _ in self._as_stored(stored_buffers(self._outline))}
         if others:
-            yield from (pair for pair in _tensors_in(self.model_config.model) if pair[0] in others)
+            yield from (pair for pair in self._in_files() if pair[0] in others)
+
+    def _in_files(self) -> Tensors:
+        return tensors_in(Path(self.model_config.model))
 
     def _check_loaded(self) -> None:
         if self._loaded is not None and (skipped := self._parameters - self._loaded):
@@ -189,11 +198,17 @@ class _Recorder:
         self.loaded = self.loaded | loaded if self.loaded is not None and loaded else None
 
 
-def _tensors_in(folder: str) -> Iterator[tuple[str, torch.Tensor]]:
-    for file in sorted(Path(folder).glob("*.safetensors")):
-        with safe_open(file, framework="pt") as content:
-            for name in content.keys():  # noqa: SIM118 (it is no mapping)
-                yield name, content.get_tensor(name)
+@register_model_loader(TEXT_TOWER)
+class TextTowerLoader(DefaultModelLoader):
+    """Loads the tensors of a text model by its own names, and no others."""
+
+    def __init__(self, load_config: LoadConfig) -> None:
+        super().__init__(replace(load_config, load_format="hf"))
+
+    def get_all_weights(self, model_config: ModelConfig, model: torch.nn.Module) -> Tensors:
+        for stored, tensor in super().get_all_weights(model_config, model):
+            if name := text_name(stored):
+                yield name, tensor
 
 
 def _metas(tensors: list[list]) -> list[TensorMeta]:

@@ -77,7 +77,11 @@ COMPRESSED = {"quant_method": "compressed-tensors"}
 FORMATS = {
     "fp8": ({"quantization_config": FP8}, "", "async-grpo dequantize {folder} m-bf16"),
     "mxfp4": ({"quantization_config": {"quant_method": "mxfp4"}}, "", "give every role m-bf16"),
-    "text": ({"text_config": {"quantization_config": FP8}}, "", "async-grpo dequantize"),
+    "text": (
+        {"architectures": ["Mistral3ForConditionalGeneration"],
+         "text_config": {"quantization_config": FP8}},
+        "", "async-grpo dequantize",
+    ),
     "tensors": (
         {"quantization_config": COMPRESSED | {"format": "float-quantized"}},
         "", "of compressed-tensors float-quantized: run `async-grpo dequantize",

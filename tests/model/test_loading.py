@@ -74,7 +74,7 @@ DEFECTS = {
     "classifier": (configure(architectures=["Qwen3ForSequenceClassification"]), "causal language"),
     "images": (
         configure(architectures=["Gemma3ForConditionalGeneration"]),
-        "is a Gemma3ForConditionalGeneration, of images or sound",
+        "is a Gemma3ForConditionalGeneration: use a text model",
     ),
     "softcapping": (configure(final_logit_softcapping=30.0), "final_logit_softcapping=30.0"),
     "logit scale": (configure(logit_scale=0.0625), "logit_scale=0.0625"),
