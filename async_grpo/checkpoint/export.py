@@ -11,17 +11,12 @@ import json
 import logging
 import os
 import re
-import shlex
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from itertools import chain
 from pathlib import Path
-from threading import Lock
 
 import torch
 import torch.distributed as dist
@@ -30,6 +25,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from async_grpo.checkpoint.tensors import write_shards
 from async_grpo.model.foreign_folders import config_file, hub_name, stated_config
+from async_grpo.model.hub import Pushes
 from async_grpo.model.model_folder import read_config
 from async_grpo.model.policy import PolicyModel, as_stored, stored_buffers
 from async_grpo.model.text_towers import is_tower
@@ -38,11 +34,10 @@ from async_grpo.training.fsdp import iter_full_tensors
 from async_grpo.training.learner import Learner
 from async_grpo.training.ranks import Ranks
 from async_grpo.types import EndOfStep
-from async_grpo.util import RELEASE, deadlines
+from async_grpo.util import RELEASE
 from async_grpo.util.errors import CheckpointError
 from async_grpo.util.files import explained, sync
 from async_grpo.util.run_folder import EVALUATIONS_FILE, EXPORTS_FOLDER, METRICS_FILE
-from async_grpo.util.waiting import in_background
 
 logger = logging.getLogger(__name__)
 
@@ -51,11 +46,6 @@ SHARD_BYTES = 4 << 30
 COPIED_SUFFIXES = (".json", ".txt", ".jinja", ".model", ".tiktoken")
 Named = Iterable[tuple[str, Tensor]]
 INDEX_NAME = "model.safetensors.index.json"
-SENDING = """
-import sys
-from pathlib import Path
-from async_grpo.model.hub import push_folder
-print(push_folder(Path(sys.argv[1]), sys.argv[2], public=bool(sys.argv[3])))"""
 READ_BYTES = 64 << 10  # of the end of metrics
 MAIN_OPTIONS = (
     "learning_rate", "batch_size", "samples_per_question", "num_training_batches", "temperature",
@@ -219,69 +209,6 @@ def _last_row(file: Path) -> dict[str, object]:
         lines.seek(max(lines.seek(0, os.SEEK_END) - READ_BYTES, 0))
         return dict(json.loads(lines.read().splitlines()[-1]))
     return {}
-
-
-class Pushes:
-    """Sends exports to a hub, one at a time and each by a process of its own; on rank 0.
-
-    Of those that wait only the newest is sent. A hub that fails or hangs costs the push: that is
-    logged with the command that tries again, and no step waits.
-    """
-
-    def __init__(self, name: str, *, public: bool) -> None:
-        self._name, self._public = name, public
-        self._sending = Lock()
-        self._newest: Path | None = None
-        self._sent: Future[None] | None = None  # the newest
-
-    def push(self, folder: Path) -> None:
-        """Send an export, unless it is the one that came last."""
-        if folder != self._newest:
-            self._newest = folder
-            self._sent = in_background(lambda: self._send(folder), name="push")
-
-    def wait(self) -> None:
-        """Return once the newest was sent, or has failed, or its deadline has passed."""
-        if self._sent and not self._sent.done():
-            logger.info("waiting until the model is sent, %g s at most", deadlines.HUB_PUSHED_S)
-            try:
-                self._sent.result(deadlines.HUB_PUSHED_S)
-            except TimeoutError:
-                self._failed(self._newest, "it is still on its way")
-
-    def _send(self, folder: Path) -> None:
-        with self._sending:
-            reason = self._refused(folder) if folder == self._newest else ""
-        if reason:
-            self._failed(folder, reason)
-
-    def _refused(self, folder: Path) -> str:
-        """Send an export, within a deadline; why that failed, empty if it did not."""
-        # The kernel kills it where this process is killed; this thread outlives it.
-        leash = [found, "--pdeathsig", "KILL"] if (found := shutil.which("setpriv")) else []
-        public = "public" if self._public else ""
-        try:
-            done = subprocess.run(
-                [*leash, sys.executable, "-c", SENDING, str(folder), self._name, public],
-                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                text=True, errors="replace", timeout=deadlines.HUB_PUSH_S,
-            )  # fmt: skip
-        except subprocess.TimeoutExpired:
-            return f"it was not there in {deadlines.HUB_PUSH_S:g} s"
-        except OSError as error:
-            return str(error)
-        said = (done.stdout.strip().splitlines() or [f"exit {done.returncode}"])[-1]
-        if done.returncode:
-            return said.rpartition("ConfigError: ")[2]
-        logger.info("sent %s: %s", folder, said)
-        return ""
-
-    def _failed(self, folder: Path | None, reason: str) -> None:
-        again = ["async-grpo", "push", str(folder), self._name, *["--hub-public"] * self._public]
-        logger.warning(
-            "%s was NOT sent to the hub, which costs the run nothing: %s; `%s` tries again",
-            folder, reason, shlex.join(again),
-        )  # fmt: skip
 
 
 class Exports:

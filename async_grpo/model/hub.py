@@ -10,16 +10,28 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import shlex
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
+from threading import Lock
 
 from async_grpo.model.model_folder import first_line
 from async_grpo.util import deadlines
 from async_grpo.util.errors import AsyncGrpoError, ConfigError, UnfitModel
+from async_grpo.util.waiting import in_background
 
 logger = logging.getLogger(__name__)
 NEEDED = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model")
 WEIGHTS = ".safetensors"  # in the names of weights and their index
+SENDING = """
+import sys
+from pathlib import Path
+from async_grpo.model.hub import push_folder
+print(push_folder(Path(sys.argv[1]), sys.argv[2], public=bool(sys.argv[3])))"""
 NOT_NEEDED = ("*/*", "consolidated*")  # other formats of the same weights
 
 
@@ -148,6 +160,69 @@ def push_folder(folder: Path, name: str, *, public: bool) -> str:
         raise ConfigError(
             f"{folder} could not be sent to {name} on {hub}, {first_line(error)}: {remedy}"
         ) from error
+
+
+class Pushes:
+    """Sends exports to a hub, one at a time and each by a process of its own; on rank 0.
+
+    Of those that wait only the newest is sent. A hub that fails or hangs costs the push: that is
+    logged with the command that tries again, and no step waits.
+    """
+
+    def __init__(self, name: str, *, public: bool) -> None:
+        self._name, self._public = name, public
+        self._sending = Lock()
+        self._newest: Path | None = None
+        self._sent: Future[None] | None = None  # the newest
+
+    def push(self, folder: Path) -> None:
+        """Send an export, unless it is the one that came last."""
+        if folder != self._newest:
+            self._newest = folder
+            self._sent = in_background(lambda: self._send(folder), name="push")
+
+    def wait(self) -> None:
+        """Return once the newest was sent, or has failed, or its deadline has passed."""
+        if self._sent and not self._sent.done():
+            logger.info("waiting until the model is sent, %g s at most", deadlines.HUB_PUSHED_S)
+            try:
+                self._sent.result(deadlines.HUB_PUSHED_S)
+            except TimeoutError:
+                self._failed(self._newest, "it is still on its way")
+
+    def _send(self, folder: Path) -> None:
+        with self._sending:
+            reason = self._refused(folder) if folder == self._newest else ""
+        if reason:
+            self._failed(folder, reason)
+
+    def _refused(self, folder: Path) -> str:
+        """Send an export, within a deadline; why that failed, empty if it did not."""
+        # The kernel kills it where this process is killed; this thread outlives it.
+        leash = [found, "--pdeathsig", "KILL"] if (found := shutil.which("setpriv")) else []
+        public = "public" if self._public else ""
+        try:
+            done = subprocess.run(
+                [*leash, sys.executable, "-c", SENDING, str(folder), self._name, public],
+                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                text=True, errors="replace", timeout=deadlines.HUB_PUSH_S,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return f"it was not there in {deadlines.HUB_PUSH_S:g} s"
+        except OSError as error:
+            return str(error)
+        said = (done.stdout.strip().splitlines() or [f"exit {done.returncode}"])[-1]
+        if done.returncode:
+            return said.rpartition("ConfigError: ")[2]
+        logger.info("sent %s: %s", folder, said)
+        return ""
+
+    def _failed(self, folder: Path | None, reason: str) -> None:
+        again = ["async-grpo", "push", str(folder), self._name, *["--hub-public"] * self._public]
+        logger.warning(
+            "%s was NOT sent to the hub, which costs the run nothing: %s; `%s` tries again",
+            folder, reason, shlex.join(again),
+        )  # fmt: skip
 
 
 def _in_cache(download: Callable[..., str]) -> str:

@@ -265,7 +265,7 @@ def small_model(config: PreTrainedConfig, *, attention: str = EAGER) -> PreTrain
         )
         model.requires_grad_(False)
         for parameter in model.parameters():  # none stays zero, so that each has an effect
-            spread = parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 0.1
+            spread = max(1, parameter.shape[-1]) ** -0.5 if parameter.ndim > 1 else 0.1
             parameter.add_(torch.randn_like(parameter), alpha=spread)
     return model.eval()
 

@@ -157,10 +157,10 @@ def shard_as_billed(policy: PolicyModel, config: TrainConfig, ranks: Ranks) -> N
 
     Decides `--activation-checkpointing auto`: on for all ranks if any has too little free memory.
     """
-    model, memory = model_shape(policy), config.memory
+    model, memory, algorithm = model_shape(policy), config.memory, find_algorithm(config)
     dtype = compute_dtype(memory.mixed_precision, ranks.device)
     training = as_billed(
-        memory, find_algorithm(config), number_bytes=dtype.itemsize,
+        memory, algorithm, number_bytes=dtype.itemsize,
         num_ranks=ranks.world_size, shard_ranks=ranks.mesh.size(-1),
         tokens=config.batching.max_tokens_per_gpu,
     )  # fmt: skip
@@ -170,7 +170,8 @@ def shard_as_billed(policy: PolicyModel, config: TrainConfig, ranks: Ranks) -> N
         training = replace(training, checkpointing=bool(ranks.agree(wanted.checkpointing)))
     bill = trainer_bill(model, training)
     file = Path(config.recording.output_dir, RUN_FILE)
-    more = f"`async-grpo plan {file}`" if file.exists() else "--logging-level DEBUG"
+    is_planned = file.exists() and not algorithm.learns_from_pairs  # plans are of runs with workers
+    more = f"`async-grpo plan {file}`" if is_planned else "--logging-level DEBUG"
     logger.info(
         "memory of a trainer rank: %.2f of %.1f GiB that are free; activation checkpointing (%s) "
         "is %s; its parts: %s",
