@@ -26,7 +26,7 @@ from async_grpo.check.worker_tables import Tried, try_here
 from async_grpo.checkpoint.resume import find_start
 from async_grpo.cluster import head
 from async_grpo.cluster.head import ClusterResources
-from async_grpo.config.roles import GENERATION, REWARD
+from async_grpo.config.roles import GENERATION, JUDGE, REWARD
 from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.data.questions import check_sources
 from async_grpo.gateway.run_gateway import free_address
@@ -154,6 +154,9 @@ def _worker_model(
         return None
     if worker.mode == REWARD:
         return _model_at(setup, worker.model_path, worker.model_revision, check_reward_model)
+    if worker.mode == JUDGE:
+        look = functools.partial(stated_facts, trains=False)
+        return _model_at(setup, worker.model_path, worker.model_revision, look)
     if worker.mode == GENERATION:
         place = worker.model_path, worker.model_revision
         refused = _model_at(setup, *place, lambda folder: check_sampled(Path(folder)))

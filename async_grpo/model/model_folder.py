@@ -84,16 +84,18 @@ def check_model_folder(path: str, *, needs_weights: bool = True) -> ModelFacts:
     )
 
 
-def stated_facts(path: str, *, needs_weights: bool = True) -> ModelFacts | None:
+def stated_facts(
+    path: str, *, needs_weights: bool = True, trains: bool = True
+) -> ModelFacts | None:
     """The facts in config.json alone, without the tokenizer, which takes seconds to read.
 
     None if config.json leaves sizes to transformers' defaults. Raises `UnfitModel` for missing
-    files.
+    files, and for weights that are quantised unless an engine serves them as they are.
     """
     folder = Path(path)
     check_files(folder, needs_weights=needs_weights)
     check_tokenizer_files(folder)
-    if not _is_classifier(stated_config(folder)):  # an engine serves it, as it is
+    if trains:
         check_full_precision(folder)
     stated, positions = stated_config(folder), stated_positions(folder)
     vocab_size, num_heads = stated.get("vocab_size"), stated.get("num_attention_heads")
@@ -105,7 +107,7 @@ def stated_facts(path: str, *, needs_weights: bool = True) -> ModelFacts | None:
 
 def check_reward_model(path: str) -> ModelFacts | None:
     """`stated_facts` of a sequence classifier; UnfitModel for a folder that holds no such model."""
-    found, stated = stated_facts(path), stated_config(Path(path))
+    found, stated = stated_facts(path, trains=False), stated_config(Path(path))
     labels = stated.get("id2label")
     num_labels = len(labels) if isinstance(labels, dict) else 2  # transformers' default
     if not _is_classifier(stated) or num_labels != 1:

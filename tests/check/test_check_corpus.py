@@ -596,6 +596,14 @@ def test_a_judge_at_an_address_is_no_error(monkeypatch):
     assert look(more_workers=[judge], train={"judges": "j"}) == []
 
 
+def test_a_judge_s_engine_serves_quantised_weights_as_they_are():
+    path = model(quantization_config={"quant_method": "fp8"})["model_name_or_path"]
+    judge = {"mode": "judge", "name": "j", "model_path": path}
+    assert look(more_workers=[judge], train={"judges": "j"}) == []
+    judge = {"mode": "logprob", "model_path": path}
+    assert any("must not be quantised" in line for line in look(more_workers=[judge]))
+
+
 def test_a_causal_model_is_no_reward_model():
     reward = {"mode": "reward", "model_path": TINY}
     (said,) = look(more_workers=[reward])
