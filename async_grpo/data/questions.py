@@ -282,7 +282,7 @@ class LineReader:
             got = f"{len(ids)}"
         elif others := set(self.other_tokens).intersection(ids):
             expected = f"a {noun} of text alone, as the text model that is trained"
-            got = f"{self.tokenizer.convert_ids_to_tokens(min(others))}, of an image or sound"
+            got = f"token {min(others)}, of an image or sound"
         if expected:
             given = next(name for name in (*PROMPTS, *WHOLE_TEXTS) if columns.has(name))
             raise MalformedLine(columns.name(given), expected=expected, got=got)
