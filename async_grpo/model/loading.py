@@ -17,16 +17,23 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate import init_empty_weights
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from async_grpo.model.attention import HALF_TYPES, PACKED
 from async_grpo.model.collate import collate_pairs, to_device
 from async_grpo.model.foreign_folders import config_file
 from async_grpo.model.model_folder import check_files, read_config
 from async_grpo.model.policy import PolicyModel
-from async_grpo.model.text_towers import is_tower
+from async_grpo.model.text_towers import OTHER_TOKENS, is_tower, text_model, text_name
 from async_grpo.model.weight_files import fill, materialise, misfit, outline, places_of
 from async_grpo.util.errors import UnfitModel
 
@@ -71,6 +78,8 @@ def check_trainable(path: str, *, attention: str, device: torch.device, dtype: t
     on the config alone.
     """
     check_files(Path(path))
+    if is_tower(config_file(Path(path))):
+        _check_tower(path)
     return check_packing(_read_config(path), path, attention=attention, device=device, dtype=dtype)
 
 
@@ -151,6 +160,39 @@ def _read_config(path: str) -> PreTrainedConfig:
             logger.info("%s=%s of the model's config is switched off", name, value)
             setattr(config, name, 0.0)
     return config
+
+
+@torch.no_grad()
+def _check_tower(path: str) -> None:
+    """Raise UnfitModel unless the whole model scores a text as its text model does.
+
+    Some leave out a factor of the text model's logits. Parts for images and sound get no memory.
+    """
+    whole = AutoConfig.from_pretrained(path, local_files_only=True)
+    text = small_model(text_model(whole))
+    whole.text_config = text.config
+    whole.text_config.pad_token_id = 0  # some look it up
+    for name in filter(OTHER_TOKENS.fullmatch, list(vars(whole))):
+        setattr(whole, name, -1)  # no token of the pairs
+    try:
+        with init_empty_weights(include_buffers=False):
+            model = AutoModelForImageTextToText.from_config(whole, attn_implementation=EAGER)
+        own = text.state_dict()
+        named = {name: own[text_name(name)] for name in model.state_dict() if text_name(name)}
+        model.load_state_dict(named, assign=True, strict=False)
+        for part in model.modules():
+            for name in [n for n, p in part.named_parameters(recurse=False) if p.is_meta]:
+                delattr(part, name)  # or the model would be on that device
+        pairs = _pairs(VOCAB_SIZE)
+        off_by = (_alone(model.eval(), pairs) - _alone(text, pairs)).abs().max().item()
+        found = "" if off_by <= TOLERANCE else f"is off by {off_by:.2g} nats"
+    except (*FOREIGN, ImportError) as error:
+        found = f"raises {error!r}"
+    if found:
+        raise UnfitModel(
+            f"a model of several inputs must score a text as its text model alone does, that in "
+            f"{path} ({whole.model_type}) {found}: use a text model of its family"
+        )
 
 
 @torch.no_grad()

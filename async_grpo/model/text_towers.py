@@ -18,6 +18,7 @@ PREFIXES = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
+    "model.text_model.": "model.",
     "lm_head.": "lm_head.",
 }
 OTHER_TOKENS = re.compile(r"(image|img|video|vision|audio|boi|eoi|boa|eoa)\w*_token_(id|index)$")
@@ -65,6 +66,7 @@ def text_model(config: PreTrainedConfig) -> PreTrainedConfig:
     if text is None or not causal or not is_tower(config.to_dict()):
         return config
     text.architectures = [causal]
-    text.tie_word_embeddings = config.tie_word_embeddings
-    text.eos_token_id = getattr(text, "eos_token_id", None) or getattr(config, "eos_token_id", None)
+    for name in ("tie_word_embeddings", "eos_token_id"):  # the whole one's, or its own
+        if (value := getattr(config, name, None)) is not None:
+            setattr(text, name, value)
     return text

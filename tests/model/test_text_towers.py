@@ -55,7 +55,7 @@ def test_a_packed_row_has_log_probabilities_and_gradients_of_the_whole_model_s(t
 
 def text_of(name):
     """The text model's own name of a parameter of the whole one."""
-    return name.replace("model.language_model.", "model.")
+    return name.replace("model.language_model.", "model.").replace("model.text_model.", "model.")
 
 
 @torch.no_grad()
@@ -124,6 +124,12 @@ def test_what_has_no_text_model_of_its_own_is_refused_by_name(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config | {"text_config": {}}))
     with pytest.raises(UnfitModel, match=r"is a Qwen2VLForConditionalGeneration: use a text model"):
         read_config(tmp_path)
+
+
+def test_a_whole_that_scores_a_text_otherwise_than_its_text_model_is_refused(tmp_path):
+    save_tower("aya_vision", tmp_path)  # without the factor of Cohere's logits
+    with pytest.raises(UnfitModel, match=r"score a text as its text model .* is off by \d"):
+        load(tmp_path)
 
 
 def test_weights_by_other_names_are_refused_and_not_read_otherwise(tmp_path):

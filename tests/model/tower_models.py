@@ -30,14 +30,18 @@ TOWERS = {
         {"model_type": "mistral", "sliding_window": 4}, VISION | {"model_type": "pixtral"},
         {"image_token_index": IMAGE, "tie_word_embeddings": False},
     ),
+    "smolvlm": ({"model_type": "llama"}, VISION, {"image_token_id": IMAGE, "pad_token_id": 0}),
     "qwen3_5": (LINEAR, OF_QWEN, {"image_token_id": IMAGE}),
     "qwen3_5_moe": (LINEAR | EXPERTS, OF_QWEN, {"image_token_id": IMAGE}),
 }  # fmt: skip
 
 
+WRONG = {"aya_vision": ({"model_type": "cohere2", "logit_scale": 0.25}, VISION, {})}
+
+
 def save_tower(kind, folder, **sizes):
     """Save a random model; returns it, in float64. `sizes`: of its text model."""
-    text, vision, more = TOWERS[kind]
+    text, vision, more = (TOWERS | WRONG)[kind]
     config = AutoConfig.for_model(
         kind, text_config=SIZES | {"pad_token_id": 0} | text | sizes, vision_config=vision, **more
     )
