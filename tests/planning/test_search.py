@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from planning.runs import asked, with_train, work
 
 from async_grpo.devices.bill import cached_tokens
+from async_grpo.planning import prediction
 from async_grpo.planning.asked import H100, KINDS, PUBLISHED, Fleet, Split, fleet_of
 from async_grpo.planning.bills import bills_of, check_fits, engine_of, fewest_ranks
 from async_grpo.planning.prediction import (
@@ -27,6 +28,14 @@ from async_grpo.planning.service import mean, simulate
 from async_grpo.util.errors import ConfigError
 
 NOISE = 0.1  # of batches of 128 samples, and of splits that are not tried
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_batches():
+    """In each simulation, which measures up to twelve."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prediction, "MEASURED", (2, 4))
+        yield
 
 
 def at_once(given, split, *, max_staleness):
