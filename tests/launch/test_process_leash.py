@@ -17,7 +17,12 @@ PARENT = """
 import os, sys, time
 from pathlib import Path
 from async_grpo.launch.child_processes import ChildProcess
-sleeps = "import time; print('ready', flush=True); time.sleep(100)"
+sleeps = '''
+import signal, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background job ignores
+print("ready", flush=True)
+time.sleep(100)
+'''
 child = ChildProcess("the child", [sys.executable, "-c", sleeps],
                 log=Path(sys.argv[1]), environment=dict(os.environ))
 with child:
