@@ -661,7 +661,9 @@ def spy(monkeypatch, tmp_path):
         yield {"algorithm": "spy.py:Mine"}
 
 
-def test_an_algorithm_is_asked_of_itself_in_a_confinement(spy):
+def test_an_algorithm_is_asked_of_itself_in_a_confinement(spy, monkeypatch):
+    monkeypatch.setattr("async_grpo.planning.prediction.SIMULATED_SAMPLES", 32)
+    monkeypatch.setattr("async_grpo.planning.prediction.MEASURED", (1, 1))
     assert look(train=spy) == []
     dry = CliRunner().invoke(launch_file.launch, ["run.toml", "--dry-run"])
     assert (dry.exit_code, dry.stderr) == (0, "")
