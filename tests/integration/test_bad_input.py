@@ -132,7 +132,7 @@ def test_no_worker_registers_in_time(ray_cluster, tiny_model, questions, tmp_pat
             ("--mode", "logprob", "--num-workers", 9),
             "9 reference worker(s) need 9 CPU of Ray on this node, 8 of 8 are free",
         ),
-        (("--max-model-len", 513), "--max-model-len must not exceed the 512 positions"),
+        again(("--max-model-len", 513), "--max-model-len must not exceed the 512 positions"),
     ],
 )
 def test_workers_that_cannot_be_started(options, sentence, ray_cluster, tiny_model):

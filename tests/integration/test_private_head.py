@@ -112,6 +112,7 @@ def test_only_whoever_has_the_token_is_let_in(private, tmp_path):
         assert f"the Ray cluster at {address} {sentence}" in last
 
 
+@pytest.mark.slow  # nothing of it answers without a token: below
 def test_its_dashboard_lists_actors_for_whoever_has_the_token(private, tmp_path):
     _, token, leader = private
     with open(f"/proc/{leader}/cmdline") as file:
