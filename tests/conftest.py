@@ -16,7 +16,10 @@ os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # or Ray leaves a token in t
 # Ray runs its workers at niceness 15: beside busy tests of other files an actor starts in minutes.
 os.environ.setdefault("RAY_worker_niceness", "0")
 HERE = Path(__file__).parent
-collect_ignore = ["bridges/agents", "bridges/tasksets"]  # of packages that are not installed here
+# Of packages that are not installed here; and of what processes run as they start.
+collect_ignore = ["bridges/agents", "bridges/tasksets", "startup"]
+_PATHS = (str(HERE / "startup"), os.environ.get("PYTHONPATH", ""))
+os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(filter(None, _PATHS)))
 ONE_ENGINE = (
     "tests/rollout/test_engine.py",
     "tests/rollout/test_updates_in_flight.py",
@@ -27,6 +30,7 @@ ONE_SERVER = (  # of ranks, which imports all that they need: 6 s of a core
     "tests/training/test_audit.py",
     "tests/training/test_meters.py",
     "tests/training/test_old_policy.py",
+    "tests/training/test_states_on_ranks.py",
     "tests/checkpoint/test_checkpoint_tensors.py",
     "tests/checkpoint/test_shared_folder.py",
     "tests/run/test_weights_publishing.py",

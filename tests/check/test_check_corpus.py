@@ -437,8 +437,10 @@ def test_lines_that_are_odd_are_warned_of(case):
 
 
 def edit_weights(edit):
-    tensors = load_file("model/model.safetensors")
-    edit(tensors)
+    tensors = {
+        name: tensor.clone() for name, tensor in load_file("model/model.safetensors").items()
+    }
+    edit(tensors)  # a copy: those of the file are read as long as it is there
     save_file(tensors, "model/model.safetensors", metadata={"format": "pt"})
 
 
@@ -463,7 +465,8 @@ WEIGHTS = {
 
 
 @pytest.mark.parametrize("case", WEIGHTS)
-def test_weights_are_held_against_the_config(case):
+def test_weights_are_held_against_the_config(case, monkeypatch):
+    monkeypatch.setattr("async_grpo.check.facts.WEIGHTS_S", 60.0)  # on a busy machine, all of them
     config, break_it, said = WEIGHTS[case]
     change = model(**config)
     (break_it or (lambda: None))()
@@ -666,7 +669,9 @@ def spy(monkeypatch, tmp_path):
         yield {"algorithm": "spy.py:Mine"}
 
 
-def test_an_algorithm_is_asked_of_itself_in_a_confinement(spy):
+def test_an_algorithm_is_asked_of_itself_in_a_confinement(spy, monkeypatch):
+    monkeypatch.setattr("async_grpo.planning.prediction.SIMULATED_SAMPLES", 32)
+    monkeypatch.setattr("async_grpo.planning.prediction.MEASURED", (1, 1))
     assert look(train=spy) == []
     dry = CliRunner().invoke(launch_file.launch, ["run.toml", "--dry-run"])
     assert (dry.exit_code, dry.stderr) == (0, "")

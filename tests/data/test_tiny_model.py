@@ -189,6 +189,7 @@ def test_every_stage_starts_from_the_model_of_the_stage_before(tmp_path, monkeyp
 
 
 @pytest.mark.integration
+@pytest.mark.slow  # test_generate.py has the command train pairs
 def test_the_script_warm_starts_a_model_with_the_trainer_itself(tmp_path, monkeypatch):
     short = replace(STUDENT, stages=STUDENT.stages[:1], dtype="bfloat16")
     monkeypatch.setitem(tiny_model.KINDS, "student", short)

@@ -67,7 +67,7 @@ class LiveRun:
             "RAY_prestart_worker_first_driver": "0",  # 16 processes that nobody has asked for
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
-            "PYTHONPATH": TESTS,  # where this package lies
+            "PYTHONPATH": os.pathsep.join([TESTS, kept.get("PYTHONPATH", "")]),  # this package
             MARK: mark,
         }
         self.probe = Probe(self.address, namespace=NAMESPACE, environment=self.environment)

@@ -12,14 +12,20 @@ CLUSTER = pytest.StashKey[PrivateCluster]()
 
 
 @pytest.fixture(scope="session")
-def ray_cluster(pytestconfig: pytest.Config) -> Iterator[str]:
-    """host:port of a Ray cluster that only these tests use; give commands `environment()`."""
+def private_cluster(pytestconfig: pytest.Config) -> Iterator[PrivateCluster]:
+    """A Ray cluster that only these tests use; give commands `environment()`."""
     cluster = PrivateCluster(env=environment(PYTHONPATH=str(TESTS)))  # where scripted engines are
     pytestconfig.stash[CLUSTER] = cluster
     try:
-        yield cluster.address
+        yield cluster
     finally:
         cluster.stop()
+
+
+@pytest.fixture(scope="session")
+def ray_cluster(private_cluster: PrivateCluster) -> str:
+    """Its host:port."""
+    return private_cluster.address
 
 
 @pytest.hookimpl(trylast=True)

@@ -65,8 +65,8 @@ class Setup:
             *self._namespace,
         )  # fmt: skip
 
-    def train(self, name, **options):
-        """Two ranks, whose run goes on."""
+    def train(self, name, *, ranks=2, **options):
+        """A run whose command goes on."""
         shape = {"max_generation_tokens": 12, "max_tokens_per_gpu": 64}
         options = shape | {"dump_token_columns": True} | options
         flags = (
@@ -76,7 +76,7 @@ class Setup:
         )
         output = self.folder / name
         return trainer(
-            self.address, self.model, self.questions, output, *flags, *self._namespace, ranks=2
+            self.address, self.model, self.questions, output, *flags, *self._namespace, ranks=ranks
         )
 
     def rows(self, name):

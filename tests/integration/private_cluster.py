@@ -24,6 +24,8 @@ PRIVATE = ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 def environment(**extra: str) -> dict[str, str]:
     """This process's variables for a command under test, without those that lead to a cluster."""
     kept = {name: value for name, value in os.environ.items() if name not in PRIVATE}
+    if path := extra.get("PYTHONPATH"):
+        extra["PYTHONPATH"] = os.pathsep.join([path, kept.get("PYTHONPATH", "")])
     return kept | HERMETIC | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | extra
 
 

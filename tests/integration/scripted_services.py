@@ -28,6 +28,7 @@ from async_grpo.weight_sync.buckets import unpack
 TIMEOUT_S = 120.0
 ROLES = ("generation", "reference", "verifier")
 POLL_INTERVAL_S = 0.2
+UNWITNESSED_TICKS = 2  # seconds, of a trainer that was killed; users' ends after ten
 WORKERS = ("first", "second")
 
 
@@ -204,9 +205,22 @@ def _keep_registered(infos, handles, ended):
             for info in infos:
                 call = controller.register.remote(info, handles[info.worker_id])
                 Cluster().wait(call, timeout_s=TIMEOUT_S, who="the controller")
+            hurry = controller.__ray_call__.remote(hurried(UNWITNESSED_TICKS))
+            Cluster().wait(hurry, timeout_s=TIMEOUT_S, who="the controller")
             known = controller
         except AsyncGrpoError:  # it is lost, and made again
             known = None
+
+
+def hurried(ticks):
+    """What makes a controller give up a silent trainer without its witness after `ticks`."""
+
+    def hurry(_):  # local: Ray sends its code
+        from async_grpo.controller import controller
+
+        controller.UNWITNESSED_TICKS = ticks
+
+    return hurry
 
 
 def _send_code():

@@ -112,6 +112,7 @@ def test_no_cluster_at_the_address(tiny_model, questions, tmp_path):
     assert only_error(dispatcher("auto", tiny_model, env=environment(RAY_ADDRESS=NOWHERE))) == error
 
 
+@pytest.mark.slow  # tests/run/test_recruitment.py has the sentence, and a run waits below
 def test_no_worker_registers_in_time(ray_cluster, tiny_model, questions, tmp_path):
     options = ("--namespace", "nobody", "--worker-timeout-s", 1)
     error = only_error(trainer(ray_cluster, tiny_model, questions, tmp_path / "run", *options))
@@ -123,7 +124,7 @@ def test_no_worker_registers_in_time(ray_cluster, tiny_model, questions, tmp_pat
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (
+        again(
             ("--reward-fns", "nonsense"),
             "--reward-fns must be adapters of reward_registry, got 'nonsense': choose from",
         ),
@@ -131,7 +132,7 @@ def test_no_worker_registers_in_time(ray_cluster, tiny_model, questions, tmp_pat
             ("--mode", "logprob", "--num-workers", 9),
             "9 reference worker(s) need 9 CPU of Ray on this node, 8 of 8 are free",
         ),
-        (("--max-model-len", 513), "--max-model-len must not exceed the 512 positions"),
+        again(("--max-model-len", 513), "--max-model-len must not exceed the 512 positions"),
     ],
 )
 def test_workers_that_cannot_be_started(options, sentence, ray_cluster, tiny_model):
@@ -139,6 +140,7 @@ def test_workers_that_cannot_be_started(options, sentence, ray_cluster, tiny_mod
     assert sentence in only_error(dispatcher(ray_cluster, tiny_model, *options))
 
 
+@pytest.mark.slow  # tests/launch/test_local_ranks.py has all ways in which its ranks end
 def test_our_own_launcher_ends_with_the_sentence_alone(ray_cluster, tiny_model, tmp_path):
     data = tmp_path / "questions.jsonl"
     data.write_text('{"input": "1+2="}\n{"input": 7}')

@@ -96,6 +96,9 @@ def train(*run, batches, by=trainer, ranks=1):
     return by(*run, "--num-training-batches", batches, *NAMESPACE, ranks=ranks)
 
 
+# One that is killed is run again below; tests/launch/test_interrupts.py ends those of torchrun,
+# tests/controller/test_controller.py refuses a second.
+@pytest.mark.slow
 def test_a_trainer_can_be_ended_at_any_time_and_run_again_at_once(
     ray_cluster, generation, untied_model, questions, tmp_path
 ):
@@ -185,6 +188,7 @@ def test_workers_outlive_a_trainer_that_is_killed(
     assert len(members(REFERENCE)) == 1
 
 
+@pytest.mark.slow  # tests/launch/test_workers.py has the sentence
 def test_a_dispatcher_says_why_its_worker_was_lost(logprob):
     (worker,) = members(REFERENCE)
     os.kill(worker.pid, signal.SIGKILL)

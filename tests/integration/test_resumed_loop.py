@@ -100,7 +100,6 @@ def lives(world):
 
     killed, resized, full = of("killed"), of("resized"), of("full")
     late = of("late", lagging, LAGGING)
-    controlled = lagged(make_story(world, "controlled", CONTROLLED))
     return [
         Life(exact),
         Life(killed, death=Death(MINIBATCH, 3)),  # nothing is saved yet
@@ -120,7 +119,7 @@ def lives(world):
         Life(lagging),
         Life(late, death=Death(STEP, 8)),
         Life(late),
-        *(asked_lives(controlled) if FULL else ()),
+        *(asked_lives(lagged(make_story(world, "controlled", CONTROLLED))) if FULL else ()),
         Life(late, replays=4),
         Life(killed, replays=3),
         Life(supervised("pairs")),

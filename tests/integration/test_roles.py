@@ -212,6 +212,7 @@ def test_grading_scales_over_two_pools_and_goes_on_when_the_dispatcher_of_one_is
         assert second.wait(timeout_s=TIMEOUT_S) == 0, second.err
 
 
+@pytest.mark.slow  # tests/rollout/test_logprob_worker.py has it without Ray
 def test_a_teacher_scores_with_its_own_weights_whatever_the_policy_becomes(
     ray_cluster, controller, tiny_model, tmp_path
 ):

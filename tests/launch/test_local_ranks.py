@@ -5,11 +5,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from test_process_leash import wait_until_ended
 
 from async_grpo.cli.train import main
 from async_grpo.util import deadlines
@@ -122,10 +122,8 @@ def test_ranks_end_when_their_launcher_is_killed():
     pids = [int(child.stdout.readline()) for _ in range(2)]
     child.kill()
     child.communicate(timeout=60)  # the pipes end with the ranks, which have inherited them
-    deadline = time.monotonic() + 10
-    while any(Path(f"/proc/{pid}").exists() for pid in pids):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    for pid in pids:
+        wait_until_ended(pid)
 
 
 def test_a_number_that_is_not_torchruns_own_is_refused(monkeypatch, tmp_path):

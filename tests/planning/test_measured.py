@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from planning.runs import asked
 
+from async_grpo.planning import prediction
 from async_grpo.planning.asked import CPU
 from async_grpo.planning.measured import (
     EarlierRun,
@@ -23,6 +24,12 @@ from async_grpo.util.errors import ConfigError
 from async_grpo.util.run_folder import METRICS_FILE
 
 LENGTHS = measured_lengths([[20, 30, 40, 10, 25, 35, 15, 5]], prompt=20.0, source="here")
+
+
+@pytest.fixture(autouse=True)
+def few_batches(monkeypatch):
+    """In each simulation, which measures up to twelve."""
+    monkeypatch.setattr(prediction, "MEASURED", (2, 4))
 
 
 def run_of(*, bound, slower=1.0, kl=0.0, contributing=1.0):

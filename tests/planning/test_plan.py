@@ -26,7 +26,7 @@ SHAPES = {"laptop_pretrained": "smollm2-135m", "distil_two_teachers": TINY}  # m
 @pytest.fixture
 def quick(monkeypatch):
     """A few batches of a small part of the run in each simulation, few splits."""
-    monkeypatch.setattr(prediction, "SIMULATED_SAMPLES", 128)
+    monkeypatch.setattr(prediction, "SIMULATED_SAMPLES", 32)
     monkeypatch.setattr(prediction, "MEASURED", (1, 1))
     monkeypatch.setattr(prediction, "SHARES", 1)
     monkeypatch.setattr(search, "COARSE", (1.0,))
@@ -118,7 +118,8 @@ def test_ten_thousand_devices_are_planned_within_a_minute():
     assert "10,000 x H100 on 1,250 machines" in result.stdout
 
 
-def test_the_page_says_what_is_held_what_bounds_and_what_to_set(quick):
+def test_the_page_says_what_is_held_what_bounds_and_what_to_set(quick, monkeypatch):
+    monkeypatch.setattr(prediction, "SIMULATED_SAMPLES", 128)  # enough that a part bounds the rest
     said = plan(QWEN, "--devices", "8xH200").stdout
     for part in (
         "keys and values: what is left, 2 L K e / D = 57344 B a token",

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from planning.runs import asked, with_train, work
 
 from async_grpo.devices.bill import cached_tokens
+from async_grpo.planning import prediction
 from async_grpo.planning.asked import H100, KINDS, PUBLISHED, Fleet, Split, fleet_of
 from async_grpo.planning.bills import bills_of, check_fits, engine_of, fewest_ranks
 from async_grpo.planning.prediction import (
@@ -29,6 +30,14 @@ from async_grpo.util.errors import ConfigError
 NOISE = 0.1  # of batches of 128 samples, and of splits that are not tried
 
 
+@pytest.fixture(scope="module", autouse=True)
+def few_batches():
+    """In each simulation, which measures up to twelve."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prediction, "MEASURED", (2, 4))
+        yield
+
+
 def at_once(given, split, *, max_staleness):
     """A prediction without a simulation: that of an even flow."""
     step_s = max(even_flow(given, split))
@@ -41,7 +50,7 @@ def fastest(run, **options):
     return search(work(run), run, bounds=(1,), **options).best
 
 
-@settings(max_examples=histories(3, full=50), deadline=None)
+@settings(max_examples=histories(2, full=50), deadline=None)
 @given(st.integers(3, 24), st.integers(1, 8))
 def test_more_devices_are_never_slower(devices, more):
     """Unless weights must now travel between machines."""
@@ -165,7 +174,7 @@ def test_fewer_devices_than_roles_are_refused():
 
 
 def test_the_smallest_staleness_that_is_nearly_the_best_is_recommended():
-    run = asked("qwen2.5-1.5b", devices="8", batch_size=32)
+    run = asked("qwen2.5-1.5b", devices="8", batch_size=16)
     found = search(work(run), run)
     assert [each.max_staleness for each in found.curve] == [0, 1, 2, 4]
     top = max(each.samples_per_s for each in found.curve)
@@ -214,14 +223,14 @@ def test_a_part_of_a_large_run_is_as_fast_as_the_whole():
 
 
 def test_a_thinned_batch_keeps_the_time_of_the_whole():
-    run = asked("qwen2.5-1.5b", devices="4", batch_size=512, max_generation_tokens=256)
+    run = asked("qwen2.5-1.5b", devices="4", batch_size=256, max_generation_tokens=256)
     given = work(run, mean=100.0)(Split(2, 2))
     scenario, _ = scenario_of(given, Split(2, 2), max_staleness=2)
-    thin, times = thinned(scenario, most=2048)
-    assert times == 2 and thin.batch_size == 256
+    thin, times = thinned(scenario, most=1024)
+    assert times == 2 and thin.batch_size == 128
 
     def seconds(each):
-        return mean(simulate(replace(each, num_batches=6))[3:4], lambda step: step.seconds)
+        return mean(simulate(replace(each, num_batches=5))[3:4], lambda step: step.seconds)
 
     assert times * seconds(thin) == pytest.approx(seconds(scenario), rel=0.1)
     assert slowed(thin, 2.0).engine.step_s == 2 * thin.engine.step_s

@@ -42,13 +42,23 @@ def cluster():
         yield
 
 
-@pytest.fixture(scope="module")
-def workers(cluster, model_folder):
+def start_worker(model_folder, name):
     actor = ray.remote(GenerationWorker).options(
         num_cpus=1, max_concurrency=1000, runtime_env={"env_vars": worker_environment()}
     )
     config = WorkerConfig(model_path=model_folder, max_num_seqs=16, overhead_seqs=2)
-    return [actor.remote(config, worker_id=name) for name in ("early", "late")]
+    return actor.remote(config, worker_id=name)
+
+
+@pytest.fixture(scope="module")
+def worker(cluster, model_folder):
+    return start_worker(model_folder, "early")
+
+
+@pytest.fixture(scope="module")
+def late(cluster, model_folder):
+    """Another engine, which takes as long to start as all fast tests of this file."""
+    return start_worker(model_folder, "late")
 
 
 @pytest.fixture(scope="module")
@@ -81,8 +91,8 @@ def engine_core_of(worker):
     return core
 
 
-def test_a_worker_tells_what_it_can_do_and_generates_only_published_weights(workers, model_folder):
-    info = get(workers[0].info.remote())
+def test_a_worker_tells_what_it_can_do_and_generates_only_published_weights(worker, model_folder):
+    info = get(worker.info.remote())
     assert (info.worker_id, info.role, info.capacity, info.overhead) == (
         "early",
         "generation",
@@ -90,71 +100,81 @@ def test_a_worker_tells_what_it_can_do_and_generates_only_published_weights(work
         2,
     )
     assert (info.model_path, info.vocab_size, info.max_model_len) == (model_folder, 128, 512)
-    assert get(workers[0].ping.remote()).serves == "none"
+    assert get(worker.ping.remote()).serves == "none"
     with pytest.raises(WorkerError, match="a worker must not generate before"):
-        get(workers[0].generate.remote(REQUEST))
+        get(worker.generate.remote(REQUEST))
 
 
-def test_published_weights_reach_members_and_whoever_joins_later(workers, registry, model_folder):
-    early, late = workers
+def test_published_weights_reach_members(worker, registry, model_folder):
     model = load_model(model_folder, noise_seed=1)
-    get(registry.controller.register.remote(get(early.info.remote()), early))
+    get(registry.controller.register.remote(get(worker.info.remote()), worker))
     first, report = publish(model, registry, FIRST)
     assert [ack.worker_id for ack in report.acks] == ["early"] and not report.failures
     assert 0 < report.acks[0].pause_seconds <= report.acks[0].seconds
-    get(registry.controller.register.remote(get(late.info.remote()), late))
-    for worker in workers:
-        assert get(worker.ping.remote()).serves == str(first.version)
-        assert_served_by(model, worker, FIRST)
+    assert get(worker.ping.remote()).serves == str(first.version)
+    assert_served_by(model, worker, FIRST)
 
     other = load_model(model_folder, noise_seed=2)
-    _, report = publish(other, registry, SECOND)
+    publish(other, registry, SECOND)
+    assert_served_by(other, worker, SECOND)
+
+
+@pytest.mark.slow  # test_worker_faults.py has it of workers that are played
+def test_published_weights_reach_whoever_joins_later(worker, late, registry, model_folder):
+    get(registry.controller.register.remote(get(late.info.remote()), late))
+    assert_served_by(load_model(model_folder, noise_seed=2), late, SECOND)
+    third = WeightsVersion(0, 2)
+    model = load_model(model_folder, noise_seed=4)
+    _, report = publish(model, registry, third)
     assert sorted(ack.worker_id for ack in report.acks) == ["early", "late"]
-    for worker in workers:
-        assert_served_by(other, worker, SECOND)
+    for each in (worker, late):
+        assert_served_by(model, each, third)
 
 
-def test_a_snapshot_that_is_not_newer_changes_nothing(workers, model_folder):
+def test_a_snapshot_that_is_not_newer_changes_nothing(worker, model_folder):
+    serves = get(worker.ping.remote()).serves
     old = Publisher(Cluster()).pack(load_model(model_folder).named_parameters(), version=FIRST)
-    ack = get(workers[0].load_weights.remote(old))
-    assert (ack.version, ack.pause_seconds) == (SECOND, 0)
+    ack = get(worker.load_weights.remote(old))
+    assert (str(ack.version), ack.pause_seconds) == (serves, 0)
 
 
 def with_canary(snapshot, model):
     return dataclasses.replace(snapshot, canary=canary_of(model, [PROMPT, PROMPT[:2]]))
 
 
-def test_an_acknowledgement_has_the_canary_of_the_weights_just_loaded(workers, model_folder):
+def test_an_acknowledgement_has_the_canary_of_the_weights_just_loaded(worker, model_folder):
     model = load_model(model_folder, noise_seed=3)
-    collected = Publisher(Cluster()).pack(model.named_parameters(), version=WeightsVersion(0, 2))
+    collected = Publisher(Cluster()).pack(model.named_parameters(), version=WeightsVersion(0, 3))
     snapshot = with_canary(collected, model)
-    ack = get(workers[0].load_weights.remote(snapshot))
+    ack = get(worker.load_weights.remote(snapshot))
     assert (ack.worker_id, ack.version, ack.dtype) == ("early", snapshot.version, "float32")
     assert (ack.canary_problem, ack.recomputed_tokens) == ("", 0)
     assert ack.pause_seconds > 0
     assert canary_differences(snapshot.canary, ack.canary).max() <= 5e-6
 
 
-def test_an_alias_is_renamed_by_who_has_the_weights_and_loaded_by_who_has_not(
-    workers, model_folder
-):
+def test_an_alias_is_renamed_by_who_has_the_weights_and_loaded_by_who_has_not(worker, model_folder):
     model = load_model(model_folder, noise_seed=3)
-    collected = Publisher(Cluster()).pack(model.named_parameters(), version=WeightsVersion(0, 2))
-    alias = with_canary(collected, model).renamed(WeightsVersion(0, 3))
-    holder, other = workers
-    renamed = get(holder.load_weights.remote(alias))
+    held = Publisher(Cluster()).pack(model.named_parameters(), version=WeightsVersion(0, 3))
+    alias = with_canary(held, model).renamed(WeightsVersion(0, 4))
+    renamed = get(worker.load_weights.remote(alias))
     assert (renamed.version, renamed.pause_seconds, renamed.canary) == (alias.version, 0, ())
-    loaded = get(other.load_weights.remote(alias))
+    assert get(worker.ping.remote()).serves == "0.4"
+    assert_served_by(model, worker, alias.version)
+
+    model = load_model(model_folder, noise_seed=1)
+    missed = Publisher(Cluster()).pack(model.named_parameters(), version=WeightsVersion(0, 5))
+    alias = with_canary(missed, model).renamed(WeightsVersion(0, 6))
+    loaded = get(worker.load_weights.remote(alias))
     assert loaded.version == alias.version and loaded.pause_seconds > 0
     assert canary_differences(alias.canary, loaded.canary).max() <= 5e-6
-    for worker in workers:
-        assert get(worker.ping.remote()).serves == "0.3"
-        assert_served_by(model, worker, alias.version)
+    assert get(worker.ping.remote()).serves == "0.6"
+    assert_served_by(model, worker, alias.version)
 
 
-def test_a_lost_bucket_is_an_error_of_weight_sync_and_the_old_weights_serve(workers, model_folder):
+def test_a_lost_bucket_is_an_error_of_weight_sync_and_the_old_weights_serve(worker, model_folder):
     newer = Publisher(Cluster(), bucket_bytes=40_000).pack(
-        load_model(model_folder).named_parameters(), version=WeightsVersion(0, 4)
+        load_model(model_folder).named_parameters(), version=WeightsVersion(0, 7)
     )
 
     @ray.remote(num_cpus=0)
@@ -172,20 +192,19 @@ def test_a_lost_bucket_is_an_error_of_weight_sync_and_the_old_weights_serve(work
     first, second, *others = newer.buckets
     buckets = (first, dataclasses.replace(second, data=lost), *others)
     with pytest.raises(WeightSyncError, match="sender has probably died"):
-        get(workers[0].load_weights.remote(dataclasses.replace(newer, buckets=buckets)))
-    assert get(workers[0].ping.remote()).serves == "0.3"
-    assert_served_by(load_model(model_folder, noise_seed=3), workers[0], WeightsVersion(0, 3))
+        get(worker.load_weights.remote(dataclasses.replace(newer, buckets=buckets)))
+    assert get(worker.ping.remote()).serves == "0.6"
+    assert_served_by(load_model(model_folder, noise_seed=1), worker, WeightsVersion(0, 6))
 
 
-def test_text_is_decoded_without_special_tokens(workers):
-    for completion in get(workers[0].generate.remote(REQUEST)):
+def test_text_is_decoded_without_special_tokens(worker):
+    for completion in get(worker.generate.remote(REQUEST)):
         shown = [chr(45 + i) for i in completion.token_ids.tolist() if 3 <= i < 78]
         assert completion.text == "".join(shown)
 
 
-def test_work_that_its_caller_gives_up_is_ended_in_the_engine(workers):
+def test_work_that_its_caller_gives_up_is_ended_in_the_engine(worker):
     """Through Ray: because its caller was cancelled, and because it took too long."""
-    worker = workers[0]
     sampling = SamplingContract(1.0, (), 500)
     request = dataclasses.replace(REQUEST, num_samples=64, sampling=sampling, lease_id=9)
 
@@ -212,21 +231,22 @@ def test_work_that_its_caller_gives_up_is_ended_in_the_engine(workers):
     assert pulse.num_tokens - begun < 64 * 500, "given up, and sampled to its end nevertheless"
 
 
-def test_a_dead_engine_ends_its_worker_within_seconds(workers):
-    process = psutil.Process(get(workers[0].info.remote()).pid)
-    running = workers[0].generate.remote(
+def test_a_dead_engine_ends_its_worker_within_seconds(worker):
+    process = psutil.Process(get(worker.info.remote()).pid)
+    running = worker.generate.remote(
         dataclasses.replace(REQUEST, sampling=SamplingContract(1.0, (), 500))
     )
     time.sleep(0.2)
-    engine_core_of(workers[0]).kill()
+    engine_core_of(worker).kill()
     with pytest.raises((RayActorError, RayTaskError)) as caught:
         ray.get(running, timeout=20)
     assert isinstance(caught.value, RayActorError)
     process.wait(timeout=20)
 
 
-def test_a_killed_worker_takes_its_engine_along(workers):
-    core = engine_core_of(workers[1])
-    ray.kill(workers[1])
+@pytest.mark.slow  # in `make test`, test_lifecycle.py ends an engine with its worker
+def test_a_killed_worker_takes_its_engine_along(late):
+    core = engine_core_of(late)
+    ray.kill(late)
     core.wait(timeout=20)
     assert not os.path.exists(f"/proc/{core.pid}")

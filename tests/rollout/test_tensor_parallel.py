@@ -18,7 +18,7 @@ from engine_stack import (
 # Two engines for each model, one of them of two processes.
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 PROMPT = LONG_PROMPT[:40]
-NUM_TOKENS = 120
+NUM_TOKENS = 400  # so many that the update comes before the last of them, on a busy machine too
 
 
 @pytest.fixture(scope="module", params=["tied", "untied"])
@@ -29,13 +29,13 @@ def folder(request):
 
 def scores_of_an_update_in_flight(stack):
     """The canary under FIRST, the canary under SECOND, and what ran while SECOND came."""
-    before = stack.serve(FIRST)
+    before, second = stack.serve(FIRST), stack.snapshot(SECOND)  # sampling would end meanwhile
     request = make_request(prompt=PROMPT, max_tokens=NUM_TOKENS, stop=())
 
     async def scenario():
         running = asyncio.create_task(stack.engine.generate(request))
         await until_all_have_tokens(stack.engine, 10)
-        loaded = await stack.engine.load(stack.snapshot(SECOND), fetch)
+        loaded = await stack.engine.load(second, fetch)
         return loaded, await running
 
     loaded, completions = stack.run(scenario())

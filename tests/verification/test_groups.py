@@ -54,6 +54,7 @@ def grade(adapter, *groups, **options):
     async def all_of_them():
         async with sandbox(adapter, **options) as box:
             await verdict_of(box, group("fine")[0])
+            box._seconds[adapter] = 1e-4  # on a busy machine too: a slow one's groups are divided
             verdicts = await asyncio.gather(*map(box.grade, groups))
             return verdicts, box.events
 
