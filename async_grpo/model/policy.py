@@ -117,7 +117,10 @@ class PolicyModel(nn.Module):
 
 
 class OneByOne:
-    """Takes the place of a mixer's forward, and calls it with one sequence of the row at a time.
+    """Takes the place of a mixer's forward, and calls it with the row's sequences side by side.
+
+    Those of one length go together, each a batch entry of its own: kernels in torch alone spend
+    most of their time on calls.
 
     Not every model hands its mixers the borders of sequences, but all hand them to their layers:
     these note them before each forward, also when the backward pass repeats it.
@@ -140,9 +143,14 @@ class OneByOne:
             raise ValueError("a mixer that carries a state needs its row's borders: pack without")
         if row["repeat_index"] is not None:
             hidden_states = hidden_states.index_select(1, row["repeat_index"])
-        parts = hidden_states.split(row["cu_seq_lens_q"].diff().tolist(), dim=1)
-        states = torch.cat([self._forward(part, *args, **others) for part in parts], dim=1)
-        first = row["first_index"]
+        lengths: list[int] = row["cu_seq_lens_q"].diff().tolist()
+        parts = list(hidden_states.split(lengths, dim=1))
+        for length in set(lengths):
+            alike = [index for index, other in enumerate(lengths) if other == length]
+            together = torch.cat([parts[index] for index in alike])
+            for index, part in zip(alike, self._forward(together, *args, **others), strict=True):
+                parts[index] = part[None]
+        states, first = torch.cat(parts, dim=1), row["first_index"]
         return states if first is None else states.index_select(1, first)
 
 

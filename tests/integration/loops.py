@@ -57,12 +57,12 @@ class Setup:
         self._reward = f"{folder / 'rewards.py'}:{reward}"
         (folder / "rewards.py").write_text(REWARDS)
 
-    def workers(self, mode, *, num_workers=2, model=None):
+    def workers(self, mode, *flags, num_workers=2, model=None):
         """A dispatcher in the foreground."""
         return dispatcher(
             self.address, model or self.model, "--mode", mode, "--num-workers", num_workers,
             "--reward-fns", self._reward, "--max-num-seqs", 16, "--max-tokens-per-gpu", 512,
-            *self._namespace,
+            *flags, *self._namespace,
         )  # fmt: skip
 
     def train(self, name, *, ranks=2, **options):

@@ -1,4 +1,4 @@
-"""A real run of a mixture of experts on two ranks, by its engine's choices: killed, and resumed."""
+"""Real runs of mixtures of experts on two ranks, by the engine's choices: killed, and resumed."""
 
 import pytest
 import torch
@@ -21,16 +21,26 @@ OPTIONS = {
     "checkpoint_every_batches": 1,
     "max_tokens_per_gpu": 512,
 }
+HYBRID = {
+    "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2, "linear_key_head_dim": 64, "linear_value_head_dim": 64,
+    "shared_expert_intermediate_size": 64,
+}  # fmt: skip
+FAMILIES = {
+    "qwen3_moe": ({"norm_topk_prob": True}, "float32"),
+    "qwen3_next": (HYBRID, "bfloat16"),  # in which alone vLLM has its gated deltas on CPUs
+}
 
 
-@pytest.fixture(scope="module")
-def setup(ray_cluster, questions, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("mixture")
+@pytest.fixture(scope="module", params=FAMILIES)
+def setup(request, ray_cluster, questions, tmp_path_factory):
+    family, (changes, dtype) = request.param, FAMILIES[request.param]
+    folder = tmp_path_factory.mktemp(family)
     (folder / "model").mkdir()
-    save_model("qwen3_moe", folder / "model")
-    setup = Setup(folder, ray_cluster, str(folder / "model"), questions, namespace="mixture",
+    save_model(family, folder / "model", **changes)
+    setup = Setup(folder, ray_cluster, str(folder / "model"), questions, namespace=family,
                   reward="begins_with_a_digit")  # fmt: skip
-    with setup.workers("generation", num_workers=1) as generation:
+    with setup.workers("generation", "--dtype", dtype, num_workers=1) as generation:
         wait_until_registered(generation, 1)
         yield setup
 
@@ -55,6 +65,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(setup):
     assert {row["step"] for row in setup.rows("killed")} == {1, 2, 3, 4}
 
 
+@pytest.mark.parametrize("setup", ["qwen3_moe"], indirect=True)  # the other's engine rounds
 def test_engine_and_trainer_choose_alike_and_score_alike(setup):
     rows = setup.rows("calm")
     assert len(rows) == OPTIONS["num_training_batches"]

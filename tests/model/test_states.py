@@ -41,6 +41,16 @@ def test_other_tokens_of_a_neighbour_change_no_bit(family):
     assert not torch.equal(before[:count], after[:count])
 
 
+def test_sequences_of_one_length_go_through_a_mixer_as_one_batch():
+    policy, seen = PolicyModel(family_model("lfm2", attention=PACKED)), []
+    (_, mixer), *_ = policy._mixers
+    forward = mixer.forward
+    mixer.forward = lambda states, **kwargs: seen.append(states.shape) or forward(states, **kwargs)
+    policy.see_sequences_alone()
+    scores(policy, pairs_of())
+    assert sorted(tuple(shape[:2]) for shape in seen) == [(2, 8), (2, 11)]
+
+
 def test_without_that_a_neighbour_leaks():
     """So the tests above can fail."""
     (prompt, output), *others = pairs_of()

@@ -41,8 +41,8 @@ FAMILIES = {
 DENSE_LAYERS = {"glm4_moe": 1}
 
 
-def save_model(family, folder):
-    config = CONFIG_MAPPING[family](**SIZES | FAMILIES[family])
+def save_model(family, folder, **changes):
+    config = CONFIG_MAPPING[family](**SIZES | FAMILIES.get(family, {}) | changes)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
