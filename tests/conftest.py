@@ -42,7 +42,7 @@ ONE_SERVER = (  # of ranks, which imports all that they need: 6 s of a core
 TOGETHER = {file: group[0] for group in (ONE_ENGINE, ONE_SERVER) for file in group}
 ROOMS = (
     "training", "model", "batching", "algorithms", "environments", "environments/chat", "gateway",
-    "telemetry", "viewing",
+    "rollout", "telemetry", "viewing",
 )  # fmt: skip
 sys.path[:0] = [str(HERE), *(str(HERE / room) for room in ROOMS)]
 

@@ -22,6 +22,7 @@ from async_grpo.config.roles import ENGINES
 from async_grpo.config.teaching import check_vocabulary
 from async_grpo.environments.chat.find import AUTO, find_renderer
 from async_grpo.environments.find import check_environments
+from async_grpo.model.foreign_folders import family_of
 from async_grpo.model.hub import check_push
 from async_grpo.model.model_folder import ModelFacts
 from async_grpo.run.data import check_routes, few_lines
@@ -98,6 +99,8 @@ def check_model(setup: Setup, facts: Facts) -> Iterator[Finding]:
         yield Finding("waits", "model", f"{name} {why}: it is checked when it is here")
     else:
         yield Finding("ok", "model", sizes.sizes_in_words(facts.model, facts.size))
+        if family := family_of(Path(facts.model.path)):
+            yield Finding("ok", "family", family.in_words)
         vocab_size = facts.model.vocab_size
         yield from _of("teachers", lambda: check_vocabulary(setup.train.teaching, vocab_size))
 

@@ -31,6 +31,7 @@ from async_grpo.cli.train import resolved
 from async_grpo.cli.use_model import dequantize, evaluate, generate, push, serve
 from async_grpo.cli.use_run import plot_commands, replay, rollouts
 from async_grpo.cli.worker import main as worker
+from async_grpo.model.foreign_folders import families
 from async_grpo.util import RELEASE
 from async_grpo.util.errors import ConfigError
 from async_grpo.util.files import replacing
@@ -200,16 +201,15 @@ def completion(*, shell: str, install: bool) -> None:
 @click.argument("part", default="")
 @command_boundary()
 def models(*, part: str) -> None:
-    """List the families of models whose type has PART in it: do they train, and how.
+    """List the families of models whose type has PART in it: do they train, do engines serve them.
 
-    As the check of a tiny random model found with the versions that this release pins. What is not
-    in the list is checked in the same way when a run starts.
+    As tiny random models showed with the versions that this release pins. Engines and trainer
+    agree (yes), agree in bf16 alone, differ, or no engine on a CPU serves it. What is not in the
+    list is checked when a run starts, and with each update.
     """
-    table = Path(__file__).parents[1] / "model" / "families.tsv"
-    for line in table.read_text(encoding="utf-8").splitlines():
-        family, _, trains, how = line.split("\t")
-        if part in family:
-            click.echo(f"{family:<20} {trains:<8} {how}")
+    for kind, _, trains, serves, how in families():
+        if part in kind:
+            click.echo(f"{kind:<20} {trains:<8} {serves:<8} {how}")
 
 
 HEADINGS = {

@@ -152,8 +152,12 @@ def _load_whole(
 
 
 def _read_config(path: str) -> PreTrainedConfig:
-    """The config without dropout and noise, which would make trainer and engine differ."""
+    """The config without dropout, noise and a bound, which would make trainer and engine differ."""
     config = read_config(Path(path))
+    if config.model_type == "nemotron_h":
+        # Of its time steps transformers makes this initial range a lower bound, which neither vLLM
+        # nor the model's own code has. Its logarithm is taken.
+        config.time_step_min = 1e-30
     for name, value in vars(config).items():
         is_random = "drop" in name or "jitter" in name
         if is_random and isinstance(value, float) and value > 0:

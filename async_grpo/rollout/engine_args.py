@@ -106,7 +106,7 @@ def _fit_to_cpu(args: AsyncEngineArgs, config: WorkerConfig) -> None:
     # the engine would die.
     args.enable_chunked_prefill = False
     model = args.create_model_config()
-    if model.is_hybrid:  # vLLM caches the states of a prefix by chunks alone
+    if model.is_hybrid or model.is_attention_free:  # states of a prefix are cached by chunks alone
         args.enable_prefix_caching = False
     args.max_num_batched_tokens = batched_on_cpu(model.max_model_len)
     if args.tensor_parallel_size == 1:

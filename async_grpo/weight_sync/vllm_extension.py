@@ -28,9 +28,11 @@ from vllm.distributed.weight_transfer.nccl_engine import (
     NCCLWeightTransferEngine,
     NCCLWeightTransferInitInfo,
 )
+from vllm.model_executor.layers.attention import MLAAttention
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
 from async_grpo.model.policy import as_stored, stored_buffers
@@ -79,7 +81,10 @@ class StagedFileEngine(NCCLWeightTransferEngine):
         self._staged: dict[str, torch.Tensor] = {}
         self._loaded: set[str] | None = set()  # None: this model does not report it
         # Before loading: while weights are loaded, a tied head is a separate parameter.
-        self._parameters = {name for name, _ in self.model.named_parameters()}
+        parameters = dict(_loaded_parameters(self.model))
+        self._parameters = {*parameters}
+        # Not vectors: a router's correction is part of two layers, and loaded by one.
+        self._matrices = [name for name, each in parameters.items() if each.ndim > 1]
         if self.unreadable is None:
             self.unreadable = self._differing_from_files()
         self._num_updates += 1
@@ -131,6 +136,7 @@ class StagedFileEngine(NCCLWeightTransferEngine):
                 through = self._readback.through(self._staged.items())
                 stored = chain(self._as_stored(through), self._untrained())
                 self._loaded = self.model.load_weights(stored)
+            self._check_received()
             super().finish_weight_update()
             _pack_tied_head(self.model)
         torch.accelerator.synchronize()  # the copies read what is dropped next
@@ -155,6 +161,17 @@ class StagedFileEngine(NCCLWeightTransferEngine):
 
     def _in_files(self) -> Tensors:
         return tensors_in(Path(self.model_config.model))
+
+    def _check_received(self) -> None:
+        """Raise for layers that got nothing: what is written past vLLM's loaders is lost."""
+        infos = (
+            (n, get_layerwise_info(self.model.get_submodule(_place(n)))) for n in self._matrices
+        )
+        if lost := [n for n, info in infos if info.can_load() and not info.load_numel]:
+            raise WeightSyncError(
+                f"vLLM must load every parameter by its loaders, it wrote {len(lost)} past them, "
+                f"such as {min(lost)!r}: the model cannot be updated while it serves"
+            )
 
     def _check_loaded(self) -> None:
         if self._loaded is not None and (skipped := self._parameters - self._loaded):
@@ -213,6 +230,17 @@ class TextTowerLoader(DefaultModelLoader):
 
 def _metas(tensors: list[list]) -> list[TensorMeta]:
     return [TensorMeta(n, d, tuple(s), o) for n, d, s, o in tensors]
+
+
+def _loaded_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """All but those that latent attention derives of others."""
+    for name, parameter in model.named_parameters():
+        if not isinstance(model.get_submodule(_place(name)), MLAAttention):
+            yield name, parameter
+
+
+def _place(name: str) -> str:
+    return name.rpartition(".")[0]
 
 
 def _forget_packed(model: torch.nn.Module) -> None:

@@ -558,6 +558,13 @@ def test_verifiers_are_needed_unless_the_environment_grades_itself(name, is_told
     assert lines == ([f"error    roles       {told}"] if is_told else [])
 
 
+def test_the_row_of_the_model_s_family_is_told_in_one_line():
+    kind = json.loads(Path(TINY, "config.json").read_text())["model_type"]
+    told = [str(each) for each in findings_of([run_file()], tries_rewards=False)]
+    [line] = [line for line in told if line.startswith("ok       family ")]
+    assert line.endswith(f"{kind}: trains: yes (packed); engines serve it: yes")
+
+
 def test_a_chat_template_that_is_none_is_told_in_one_line():
     shutil.copytree(CHAT, "model")
     Path("model/chat_template.jinja").write_text("{% for m in messages %}{{ m.content }")

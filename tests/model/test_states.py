@@ -89,6 +89,19 @@ def test_it_is_told_once_and_what_is_loaded_does_so(tmp_path, caplog):
     np.testing.assert_allclose(scores(policy, pairs_of()).detach(), expected.detach(), atol=1e-5)
 
 
+def test_time_steps_of_nemotron_h_have_no_lower_bound_as_in_the_engine(tmp_path):
+    model = family_model("nemotron_h", attention="eager", dtype=torch.float32, pad_token_id=0)
+    model.save_pretrained(tmp_path)
+    bounds = [layer.mixer.time_step_limit for layer in mixers(model)]
+    assert all(lowest == 1e-3 for lowest, _ in bounds)
+    policy = load_policy(str(tmp_path), attention=PACKED, dtype=torch.float32)
+    assert all(layer.mixer.time_step_limit[0] < 1e-20 for layer in mixers(policy.model))
+
+
+def mixers(model):
+    return [layer for layer in model.model.layers if hasattr(layer.mixer, "time_step_limit")]
+
+
 def test_a_state_whose_layers_are_not_told_of_borders_is_refused():
     with pytest.raises(UnfitModel, match=r"packed row must score as separate .* \(mamba\)"):
         check_packing(family_config("mamba", state_size=8), "/m")

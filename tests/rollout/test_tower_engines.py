@@ -3,20 +3,29 @@
 import asyncio
 import os
 
+import numpy as np
 import pytest
 import torch
-from engine_stack import fetch, make_request, until_all_have_tokens
-from test_family_engines import SIZES, difference
+from engine_stack import (
+    LONG_PROMPT,
+    TEMPERATURE,
+    fetch,
+    make_request,
+    until_all_have_tokens,
+)
 from tiny_models import save_tokenizer, snapshot_of
 from tower_models import TOWERS, save_tower
 
 from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.model.attention import PACKED
+from async_grpo.model.collate import collate_pairs
 from async_grpo.model.loading import load_policy
 from async_grpo.rollout.generation_worker import worker_environment
 
 pytestmark = pytest.mark.integration
 TOLERANCE = 5e-5  # nats in float32
+SIZES = {"vocab_size": 128, "hidden_size": 64, "head_dim": 32, "num_attention_heads": 2,
+         "num_key_value_heads": 1, "pad_token_id": 0}  # fmt: skip
 # vLLM imports Qwen 3.5's text model with its vision, which needs torchvision.
 SERVED = [
     pytest.param(kind, marks=[] if kind == "gemma3" else pytest.mark.slow)
@@ -64,3 +73,11 @@ def test_log_probabilities_are_the_policy_s_before_and_after_an_update_in_flight
             assert all(".per_layer_" in name for name in unreadable)  # Gemma 4's, packed on CPUs
         finally:
             engine._llm.shutdown()
+
+
+@torch.no_grad()
+def difference(policy, turns):
+    """Largest, in nats, over the tokens of these outputs."""
+    packed = collate_pairs([(LONG_PROMPT, turn.token_ids) for turn in turns], share_prompts=True)
+    scored = policy(packed, temperature=TEMPERATURE, chunk_size=64).logprobs.numpy()
+    return np.abs(scored - np.concatenate([turn.logprobs for turn in turns])).max()

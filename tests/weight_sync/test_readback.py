@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from async_grpo.util.errors import WeightSyncError
 from async_grpo.weight_sync import update_checks as readback
@@ -168,6 +169,17 @@ def test_what_differs_from_the_first_update_on_is_held_otherwise_and_later_ones_
     update("packed")
     with pytest.raises(WeightSyncError, match=r"1 parameters read back .* such as 'missed'"):
         update("packed", "missed")
+
+
+def test_a_matrix_that_is_written_past_the_loaders_is_told_before_the_old_one_serves_on():
+    engine = object.__new__(StagedFileEngine)
+    engine.model, engine._matrices = nn.ModuleDict({"experts": nn.Linear(2, 2)}), ["experts.weight"]
+    info = get_layerwise_info(engine.model["experts"])
+    info.load_numel_total, info.load_numel = 4, 4
+    engine._check_received()
+    info.load_numel = 0
+    with pytest.raises(WeightSyncError, match=r"it wrote 1 past them, such as 'experts\.weight'"):
+        engine._check_received()
 
 
 @pytest.mark.parametrize("has_files", [True, False])
