@@ -17,7 +17,7 @@ import click
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from model_families import ALTERNATE, FAMILIES, SIZES
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from async_grpo.model import model_folder
@@ -105,6 +105,8 @@ def families() -> Iterator[tuple[str, str]]:
     served = set(ModelRegistry.get_supported_archs())
     for family, names in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()):
         name = names if isinstance(names, str) else names[0]
+        if "text_config" in CONFIG_MAPPING[family].sub_configs:
+            continue  # the text model inside has a row of its own
         if name in served and not name.endswith(model_folder.OF_SEVERAL_INPUTS):
             yield family, name
 
@@ -127,8 +129,6 @@ def verdict(family: str) -> tuple[str, str]:
     """(yes or no, how it is packed or why it is refused) of a family."""
     try:
         config = tiny_config(family)
-        if hasattr(config, "text_config"):
-            return "no", "a text model inside of one that also sees: give the text model alone"
         model_folder._check_architecture(config, Path(family))
         how = ALONE if check_packing(config, family) else PACKED
         if not any(hasattr(config, name) for name in EXPERTS):
