@@ -35,12 +35,16 @@ def text_name(stored: str) -> str:
 
 
 def is_tower(stated: Mapping[str, object]) -> bool:
-    """Whether a config.json is of a model of several inputs that has a text model."""
-    kinds = stated.get("architectures")
+    """Whether a config.json is of a model of several inputs whose text model has a class alone."""
+    kinds, text = stated.get("architectures"), stated.get("text_config")
     several = isinstance(kinds, list) and any(
         str(kind).endswith(OF_SEVERAL_INPUTS) for kind in kinds
     )
-    return several and isinstance(stated.get("text_config"), Mapping)
+    if not several or not isinstance(text, Mapping):
+        return False
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return text.get("model_type") in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 
 def stated_text(stated: Mapping[str, object]) -> Mapping[str, object]:
@@ -61,10 +65,10 @@ def text_model(config: PreTrainedConfig) -> PreTrainedConfig:
     """The config of the text model in one of several inputs; any other config as it is."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    text = getattr(config, "text_config", None)
-    causal = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(getattr(text, "model_type", ""))
-    if text is None or not causal or not is_tower(config.to_dict()):
+    if not is_tower(config.to_dict()):
         return config
+    text = config.text_config
+    causal = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[text.model_type]
     text.architectures = [causal]
     for name in ("tie_word_embeddings", "eos_token_id"):  # the whole one's, or its own
         if (value := getattr(config, name, None)) is not None:

@@ -12,7 +12,7 @@ import json
 import math
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -83,9 +83,11 @@ def places_of(folder: Path) -> dict[str, Place]:
     return {own(name): (file, name) for name, file in files.items() if own(name)}
 
 
-def tensors_in(folder: Path) -> Named:
-    """The text model's tensors, one at a time."""
-    for name, (file, stored) in places_of(folder).items():
+def tensors_in(folder: Path, *, among: Collection[str] | None = None) -> Named:
+    """The text model's tensors, of these names alone if some are given, one at a time."""
+    places = places_of(folder)
+    for name in places if among is None else places.keys() & among:
+        file, stored = places[name]
         with safe_open(file, framework="pt") as content:
             yield name, content.get_tensor(stored)
 

@@ -17,7 +17,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from async_grpo.config.roles import REWARD
 from async_grpo.config.worker_config import WorkerConfig, check_known
 from async_grpo.devices.bill import KV_BLOCK_TOKENS, WHOLE_SHARE, batched_on_cpu, cache_of_cpu
-from async_grpo.model.foreign_folders import config_file
+from async_grpo.model.foreign_folders import config_file, quantization_of
 from async_grpo.model.model_folder import longrope_positions
 from async_grpo.model.text_towers import is_tower, text_model
 from async_grpo.rollout.scheduler import KEEP
@@ -54,8 +54,7 @@ def engine_args(config: WorkerConfig) -> AsyncEngineArgs:
         kv_cache_memory_bytes=int(config.kv_cache_gib * 2**30) or None,
         generation_config="vllm",  # nothing of the sampling comes from the model's folder
         logprobs_mode="processed_logprobs",  # at the sampling temperature
-        hf_overrides=as_trained,
-        load_format=TEXT_TOWER if is_tower(config_file(Path(config.model_path))) else "auto",
+        hf_overrides={"head_dtype": "float32"},  # logits as the trainer computes them
         skip_tokenizer_init=False,  # grammars are made of its vocabulary; ids go in and out
         disable_log_stats=True,
         # By itself vLLM may take Ray's executor inside an actor, and another placement with it.
@@ -64,6 +63,8 @@ def engine_args(config: WorkerConfig) -> AsyncEngineArgs:
         weight_transfer_config={"backend": TRANSFER_BACKEND},
         additional_config={KEEP: config.keep_kv_cache},
     )
+    if serves_text_alone(Path(config.model_path)):
+        args.hf_overrides, args.load_format = text_alone, TEXT_TOWER
     if config.mode == REWARD:  # its weights stay, and it samples nothing
         args.runner, args.scheduler_cls, args.scheduling_policy = "pooling", None, "fcfs"
     if on_cpu:
@@ -78,8 +79,13 @@ def engine_args(config: WorkerConfig) -> AsyncEngineArgs:
     return args
 
 
-def as_trained(config: PreTrainedConfig) -> PreTrainedConfig:
-    """What vLLM makes of a folder's config: the text model alone, logits as the trainer's."""
+def serves_text_alone(folder: Path) -> bool:
+    """Whether of a model of several inputs the text model serves; a judge's may be quantised."""
+    return is_tower(config_file(folder)) and not quantization_of(folder)
+
+
+def text_alone(config: PreTrainedConfig) -> PreTrainedConfig:
+    """What vLLM makes of the config of a model of several inputs: its text model's."""
     text = text_model(config)
     text.head_dtype = "float32"
     return text

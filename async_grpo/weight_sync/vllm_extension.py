@@ -98,7 +98,7 @@ class StagedFileEngine(NCCLWeightTransferEngine):
         """
         reading, read = Readback(self.model, seed=0), set[str]()
         with torch.no_grad():
-            for name, _ in reading.through(self._in_files()):
+            for name, _ in reading.through(tensors_in(Path(self.model_config.model))):
                 read.add(name)
             if self._expected is None or not read.issuperset(self._expected.shapes):
                 return None
@@ -157,10 +157,7 @@ class StagedFileEngine(NCCLWeightTransferEngine):
         """What vLLM needs besides, from the model's files."""
         others = {name for name, _ in self._as_stored(stored_buffers(self._outline))}
         if others:
-            yield from (pair for pair in self._in_files() if pair[0] in others)
-
-    def _in_files(self) -> Tensors:
-        return tensors_in(Path(self.model_config.model))
+            yield from tensors_in(Path(self.model_config.model), among=others)
 
     def _check_received(self) -> None:
         """Raise for layers that got nothing: what is written past vLLM's loaders is lost."""

@@ -79,7 +79,7 @@ FORMATS = {
     "mxfp4": ({"quantization_config": {"quant_method": "mxfp4"}}, "", "give every role m-bf16"),
     "text": (
         {"architectures": ["Mistral3ForConditionalGeneration"],
-         "text_config": {"quantization_config": FP8}},
+         "text_config": {"model_type": "mistral", "quantization_config": FP8}},
         "", "async-grpo dequantize",
     ),
     "tensors": (

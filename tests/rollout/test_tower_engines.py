@@ -1,6 +1,7 @@
 """An engine serves the text model in a folder of one that also takes images, and takes updates."""
 
 import asyncio
+import json
 import os
 
 import numpy as np
@@ -20,6 +21,7 @@ from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.model.attention import PACKED
 from async_grpo.model.collate import collate_pairs
 from async_grpo.model.loading import load_policy
+from async_grpo.rollout.engine_args import serves_text_alone
 from async_grpo.rollout.generation_worker import worker_environment
 
 pytestmark = pytest.mark.integration
@@ -81,3 +83,15 @@ def difference(policy, turns):
     packed = collate_pairs([(LONG_PROMPT, turn.token_ids) for turn in turns], share_prompts=True)
     scored = policy(packed, temperature=TEMPERATURE, chunk_size=64).logprobs.numpy()
     return np.abs(scored - np.concatenate([turn.logprobs for turn in turns])).max()
+
+
+def test_a_judge_serves_a_quantised_folder_as_it_is(tmp_path):
+    save_tower("gemma3", tmp_path)
+    (config,) = tmp_path.glob("config.json")
+    assert serves_text_alone(tmp_path)
+    stated = json.loads(config.read_text()) | {"quantization_config": {"quant_method": "awq"}}
+    config.write_text(json.dumps(stated))
+    assert not serves_text_alone(tmp_path)
+    without = {"architectures": ["Qwen2VLForConditionalGeneration"], "text_config": {}}
+    config.write_text(json.dumps(without))
+    assert not serves_text_alone(tmp_path)
