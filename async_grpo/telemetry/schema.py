@@ -279,6 +279,9 @@ class Trainer:
     )
     """share of the engine's choices of experts, all replayed, that the trainer itself would not
     have made; null where none is replayed"""
+    replay_gain = quotient("replay_gain_sum", "gain_tokens", "nats", "Gain of routing replay")
+    """KL between engine and trainer, a token, that replaying takes away: of the first minibatch of
+    every tenth step, scored with the trainer's own choices too; null in other steps"""
     rerouted_prompts = fact("questions", "Prompts routed otherwise")
     """prompts that were computed again for samples of one question, whose engine had routed them
     otherwise"""

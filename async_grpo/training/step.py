@@ -32,6 +32,7 @@ from async_grpo.types import PackedMinibatch
 
 NO_SAMPLES = "no samples"
 NON_FINITE = "non-finite loss or gradient"
+GAIN_EVERY_STEPS = 10  # the gain of replay is measured so often
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +114,8 @@ class GradientStep:
         self.routing = policy.routing
         if self.routing is not None:
             self.routing.coefficient = algorithm.config.objective.balance_coefficient
+        replay = algorithm.config.sampling.routing_replay
+        self._replays = self.routing is not None and replay != "off"
         self.timers = Timers(self._device)
         self.timers.watch(policy)
         self.keeps_terms = False  # `training.recorder` sets it
@@ -146,7 +149,7 @@ class GradientStep:
         maxima: dict[str, Tensor] = {}
         if not self._algorithm.learns_from_pairs:  # else no token was sampled
             mismatch_sums, maxima = mismatch(scored.logprobs, packed)
-            sums |= mismatch_sums
+            sums |= mismatch_sums | self._replay_gain(packed, mismatch_sums)
         if self.routing is not None:
             sums |= self.routing.take()
         for name, value in sums.items():
@@ -157,6 +160,21 @@ class GradientStep:
         self.count(trained_tokens=entropy.numel(), trained_samples=packed.num_samples)
         self.losses.append(loss)
         return result
+
+    @torch.no_grad()
+    def _replay_gain(
+        self, packed: PackedMinibatch, replayed: Mapping[str, Tensor]
+    ) -> Mapping[str, Tensor]:
+        """What the engine's choices of experts gain over the policy's own: sums, [] each.
+
+        Of the first minibatch of some steps, which is scored once more; collective.
+        """
+        if not self._replays or self.losses or self.clocks.steps % GAIN_EVERY_STEPS:
+            return {}
+        own = self._policy(replace(packed, experts=None), **self._setting)
+        sums, _ = mismatch(own.logprobs, packed)
+        gain = sums["mismatch_kl_sum"] - replayed["mismatch_kl_sum"]
+        return {"replay_gain_sum": gain, "gain_tokens": sums["sampled_tokens"]}
 
     @property
     def expert_shares(self) -> list[list[float]] | None:

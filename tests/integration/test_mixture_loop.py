@@ -74,4 +74,5 @@ def test_engine_and_trainer_choose_alike_and_score_alike(setup):
         assert row["mismatch_max"] < 1e-4
         assert row["routing_mismatch"] < 0.01 > row["canary_routing_mismatch"]
         assert row["balance_loss"] > 0 < row["router_entropy"]
+        assert (row["replay_gain"] is not None) == (row["step"] % 10 == 1)
         assert row["expert_load_max"] >= 1

@@ -5,6 +5,7 @@ round, and whether each minibatch or only a closing one reduces gradients.
 """
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -339,6 +340,25 @@ def test_a_mixture_s_gradient_balance_and_counts_are_those_of_one_process(scenar
             assert metrics[name] == pytest.approx(result.metrics[name], rel=MIXED)
         for name in ("differing_choices", "replayed_choices"):
             assert metrics[name] == result.metrics[name] > 0
+
+
+@pytest.mark.integration
+def test_the_gain_of_replay_is_measured_on_the_first_minibatch_of_a_tenth_step(ran):
+    policy = PolicyModel(model_of("qwen3_moe"))
+    packed = collate(routed_samples()[:2], aggregation="sample-mean", dtype=torch.float64)
+
+    def kl(row):
+        with torch.no_grad():
+            scored = policy(row, temperature=CONFIG.sampling.temperature, chunk_size=CHUNK_SIZE)
+        difference = scored.logprobs - packed.behaviour_logprobs
+        return float((difference.exp() - 1 - difference).sum())
+
+    gain = kl(replace(packed, experts=None)) - kl(packed)
+    for rank in ran["mixture"]:
+        first, second = (result.metrics for result in rank["results"])
+        assert first["replay_gain_sum"] == pytest.approx(gain, rel=1e-5)
+        assert first["gain_tokens"] == packed.target_ids.numel()
+        assert "replay_gain_sum" not in second
 
 
 def test_precision_follows_the_option_and_the_device():
