@@ -135,6 +135,7 @@ class GradientStep:
         old = self._batch_start.logprobs(packed, **self._setting) if self._batch_start else None
         if old is not None:
             packed = replace(packed, scores={**packed.scores, "old": old})
+        own = self._by_own_experts(packed)
         scored = self._policy(packed, **self._setting, terms=self.head_terms)
         if self.keeps_terms:
             scored.logprobs.retain_grad()
@@ -149,7 +150,11 @@ class GradientStep:
         maxima: dict[str, Tensor] = {}
         if not self._algorithm.learns_from_pairs:  # else no token was sampled
             mismatch_sums, maxima = mismatch(scored.logprobs, packed)
-            sums |= mismatch_sums | self._replay_gain(packed, mismatch_sums)
+            sums |= mismatch_sums
+            if own is not None:
+                alone, _ = mismatch(own, packed)
+                gain = alone["mismatch_kl_sum"] - mismatch_sums["mismatch_kl_sum"]
+                sums |= {"replay_gain_sum": gain, "gain_tokens": alone["sampled_tokens"]}
         if self.routing is not None:
             sums |= self.routing.take()
         for name, value in sums.items():
@@ -162,19 +167,15 @@ class GradientStep:
         return result
 
     @torch.no_grad()
-    def _replay_gain(
-        self, packed: PackedMinibatch, replayed: Mapping[str, Tensor]
-    ) -> Mapping[str, Tensor]:
-        """What the engine's choices of experts gain over the policy's own: sums, [] each.
+    def _by_own_experts(self, packed: PackedMinibatch) -> Tensor | None:
+        """Log-probabilities [N] with the policy's own choices of experts, to tell replay's gain.
 
-        Of the first minibatch of some steps, which is scored once more; collective.
+        Of the first minibatch of some steps, else None; collective. Before the forward that is
+        trained, since this one leaves the root gathered.
         """
         if not self._replays or self.losses or self.clocks.steps % GAIN_EVERY_STEPS:
-            return {}
-        own = self._policy(replace(packed, experts=None), **self._setting)
-        sums, _ = mismatch(own.logprobs, packed)
-        gain = sums["mismatch_kl_sum"] - replayed["mismatch_kl_sum"]
-        return {"replay_gain_sum": gain, "gain_tokens": sums["sampled_tokens"]}
+            return None
+        return self._policy(replace(packed, experts=None), **self._setting).logprobs
 
     @property
     def expert_shares(self) -> list[list[float]] | None:

@@ -338,15 +338,16 @@ def taught_in_bf16(rank):
 def mixture(rank, *, checkpointing=False):
     """Two steps of a mixture of experts with replayed choices and a balancing loss.
 
-    The second one balances by the choices that all ranks had in the first.
+    The second one balances by the choices that all ranks had in the first, of one minibatch each.
     """
     config = CONFIG.but(balance_coefficient=0.3, kl_coefficient=0.0)
     policy = PolicyModel(model_of("qwen3_moe"))
     shard(policy, mesh_of(hybrid=False), activation_checkpointing=checkpointing)
     step, policy, gradients = equip(policy, config)
     samples, results = routed_samples(), []
-    for _ in range(2):
-        for part in usual_rounds(rank, samples):
+    rounds = usual_rounds(rank, samples)
+    for parts in ([[*rounds[0], *rounds[1]]], rounds):
+        for part in parts:
             step.accumulate(collate(part, aggregation="sample-mean", dtype=torch.float64))
         results.append(step.finish(len(samples)))
     return {"gradients": gradients, "results": results, "shares": step.expert_shares}

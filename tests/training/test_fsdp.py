@@ -345,7 +345,7 @@ def test_a_mixture_s_gradient_balance_and_counts_are_those_of_one_process(scenar
 @pytest.mark.integration
 def test_the_gain_of_replay_is_measured_on_the_first_minibatch_of_a_tenth_step(ran):
     policy = PolicyModel(model_of("qwen3_moe"))
-    packed = collate(routed_samples()[:2], aggregation="sample-mean", dtype=torch.float64)
+    packed = collate(routed_samples(), aggregation="sample-mean", dtype=torch.float64)
 
     def kl(row):
         with torch.no_grad():
