@@ -42,6 +42,7 @@ WHOLE, BEGUN, LONG = 48, 8, 400  # tokens: of an output; of a long one when the 
 REASON_LETTERS = 110
 NOT_THE_CAUSE = ("Engine core init", "EngineDeadError", "Engine core proc", "CancelledError")
 FORK = multiprocessing.get_context("fork")  # imports cost more than all else
+torch.set_num_threads(1)  # a fork would wait for threads of OpenMP that it does not have
 SPAWN = multiprocessing.get_context("spawn")
 
 
