@@ -2,8 +2,9 @@
 
 How an architecture is packed is found by a test of a small random model of the same config, before
 weights are read. Layers that carry a state along a row are told where its sequences begin; where
-that changes nothing, such a layer is run once a sequence. What is still wrong is refused: windows
-that are known to masks alone, heads that do more than multiply, kernels that ignore an argument.
+that changes nothing, such a layer is given each sequence apart. What is still wrong is refused:
+windows that are known to masks alone, heads that do more than multiply, kernels that ignore an
+argument.
 """
 
 from __future__ import annotations
@@ -155,8 +156,8 @@ def _read_config(path: str) -> PreTrainedConfig:
     """The config without dropout, noise and a bound, which would make trainer and engine differ."""
     config = read_config(Path(path))
     if config.model_type == "nemotron_h":
-        # Of its time steps transformers makes this initial range a lower bound, which neither vLLM
-        # nor the model's own code has. Its logarithm is taken.
+        # Of its time steps transformers makes this initial range a lower bound, which vLLM and the
+        # config's own time_step_limit have not. Its logarithm is taken.
         config.time_step_min = 1e-30
     for name, value in vars(config).items():
         is_random = "drop" in name or "jitter" in name
@@ -217,7 +218,7 @@ def check_packing(
     found = _fault(config, attention, device, dtype, alone=False)
     if found and not _fault(config, attention, device, dtype, alone=True):
         logger.info(
-            "layers of %s (%s) carry a state: they are run once for each sequence", path,
+            "layers of %s (%s) carry a state: they are given each sequence apart", path,
             config.model_type,
         )  # fmt: skip
         return True

@@ -89,10 +89,10 @@ class PolicyModel(nn.Module):
         return states.index_select(0, packed.logit_positions).to(self.head.weight.dtype)
 
     def see_sequences_alone(self) -> bool:
-        """Run each mixer that carries a state once a sequence; False if there is none."""
+        """Give each mixer that carries a state every sequence apart; False if there is none."""
         self._sees_alone = bool(self._mixers)
         for layer, mixer in self._mixers:
-            OneByOne(layer, mixer)
+            SequencesAlone(layer, mixer)
         return self._sees_alone
 
     @property
@@ -116,7 +116,7 @@ class PolicyModel(nn.Module):
         return [m for m in modules if type(m).__name__.removeprefix("FSDP") in names]
 
 
-class OneByOne:
+class SequencesAlone:
     """Takes the place of a mixer's forward, and calls it with the row's sequences side by side.
 
     Those of one length go together, each a batch entry of its own: kernels in torch alone spend

@@ -81,7 +81,7 @@ def test_it_is_told_once_and_what_is_loaded_does_so(tmp_path, caplog):
         policy = load_policy(str(tmp_path), attention=PACKED, dtype=torch.float32)
     said = [record.message for record in caplog.records if "carry a state" in record.message]
     assert said == [
-        f"layers of {tmp_path} (lfm2) carry a state: they are run once for each sequence"
+        f"layers of {tmp_path} (lfm2) carry a state: they are given each sequence apart"
     ]
     assert policy.shares_prompts
     model = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()

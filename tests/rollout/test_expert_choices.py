@@ -4,12 +4,13 @@ import asyncio
 import os
 from dataclasses import replace
 
+import family_engines
 import numpy as np
 import pytest
 import torch
 from engine_stack import LONG_PROMPT, TEMPERATURE, fetch, make_request
-from tiny_models import canary_of, save_tokenizer, snapshot_of
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from tiny_models import canary_of, snapshot_of
+from transformers import CONFIG_MAPPING
 
 from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.model.attention import PACKED
@@ -43,17 +44,7 @@ DENSE_LAYERS = {"glm4_moe": 1}
 
 def save_model(family, folder, **changes):
     config = CONFIG_MAPPING[family](**SIZES | FAMILIES.get(family, {}) | changes)
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(std=1.5 * parameter.shape[-1] ** -0.5)
-        for name, buffer in model.named_buffers():
-            if "correction" in name:
-                buffer.normal_(std=0.1)
-    model.save_pretrained(folder)
-    save_tokenizer(folder)
+    family_engines.save_model(config, folder, steep=1.5)
 
 
 @torch.no_grad()
