@@ -33,8 +33,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qw
 
 from async_grpo.cluster.cluster import Cluster
 from async_grpo.launch.interrupts import interrupt_once
+from async_grpo.model.adapters import FlatShards, served
 from async_grpo.model.policy import PolicyModel
-from async_grpo.training.fsdp import iter_full_tensors, local_shards
+from async_grpo.training.fsdp import iter_full_tensors
 from async_grpo.types import WeightsSnapshot, WeightsVersion
 from async_grpo.weight_sync.buckets import tensor_bytes
 from async_grpo.weight_sync.gather import Shards
@@ -88,7 +89,7 @@ class Rank:
         self._version = itertools.count()
         self._publisher = Publisher(Cluster(), dtype=dtype)
         self._kept: WeightsSnapshot | None = None
-        shards = Shards.of(self.policy)
+        shards = Shards.of(self.policy, served(self.policy))
         self.collector = Collector(shards, Cluster(), device=torch.device("cpu"), dtype=dtype)
         self.is_main = dist.get_rank() == 0
         self._receiver: Any = ray.remote(Receiver).remote() if self.is_main else None
@@ -107,7 +108,7 @@ class Rank:
     def shares(self) -> Turn:
         started = time.perf_counter()
         version = WeightsVersion(0, next(self._version))
-        collected = self.collector.collect(local_shards(self.policy), version=version)
+        collected = self.collector.collect(FlatShards(served(self.policy)), version=version)
         still = time.perf_counter() - started
         snapshot = collected.wait()
         if self.is_main:

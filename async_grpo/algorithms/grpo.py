@@ -71,7 +71,7 @@ class Grpo(Algorithm):
                 "mask_truncated_samples", "goes with --length-limit-policy truncate alone, which "
                 "keeps what such outputs earned for the baseline", "drop one of the two",
             )  # fmt: skip
-        if objective.kl_coefficient:
+        if objective.kl_coefficient and not self.config.trainer_scores_reference:
             self.needs = (ScoreNeed(REFERENCE, before_advantages=not objective.kl_in_loss),)
         # With one step a batch the policy is still that of the batch's start.
         self.uses_old_policy = mode == "decoupled" and self.config.batching.steps_per_batch > 1

@@ -1,7 +1,7 @@
-"""The tensors of a checkpoint: policy, AdamW's moments, the ranks' random states, references.
+"""The tensors of a checkpoint: what trains, AdamW's moments, the ranks' random states, references.
 
 Shards are safetensors files that torch.distributed.checkpoint writes and reads: nothing is pickled,
-and another number of ranks can read them. Names are those of Hugging Face:
+and another number of ranks can read them. Names are those of Hugging Face, or of peft's layers:
 
     policy.<name>  exp_avg.<name>  exp_avg_sq.<name>  [rank_3.random_cpu, rank_3.random_cuda]
 
@@ -31,7 +31,7 @@ from torch.futures import Future
 
 from async_grpo.checkpoint import disk
 from async_grpo.checkpoint.resume import Start
-from async_grpo.model.policy import hf_named_parameters
+from async_grpo.model.policy import trained_parameters
 from async_grpo.training.fsdp import as_shard, moments_of, reshard
 from async_grpo.training.learner import Learner
 from async_grpo.util.errors import CheckpointError
@@ -167,12 +167,11 @@ def restore_learner(learner: Learner, start: Start) -> None:
 
 def _named_state(learner: Learner) -> Tensors:
     """The trained tensors themselves, not copies, by their names in a checkpoint."""
-    named = dict(hf_named_parameters(learner.policy))
-    tensors = {f"policy.{name}": parameter.detach() for name, parameter in named.items()}
+    trained = dict(trained_parameters(learner.policy))
+    tensors = {f"policy.{name}": parameter.detach() for name, parameter in trained.items()}
     optimizer, clocks = learner.step.optimizer, learner.step.clocks
     if not clocks.steps:
         return tensors  # AdamW makes its moments with its first step
-    trained = {name: p for name, p in named.items() if p.requires_grad}
     counts = torch.stack([moments_of(optimizer, p)["step"].cpu() for p in trained.values()])
     assert bool((counts == clocks.steps).all()), f"AdamW counts {counts}, the clock {clocks}"
     for moment in MOMENTS:

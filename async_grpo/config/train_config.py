@@ -21,7 +21,7 @@ from async_grpo.config.option import (
 from async_grpo.config.run_options import PlaceOptions, RecordingOptions
 from async_grpo.config.sampling_options import BatchingOptions, SamplingOptions
 from async_grpo.config.teaching import EVERY_TYPE, TeachingOptions
-from async_grpo.config.training_options import MemoryOptions, OptimizerOptions
+from async_grpo.config.training_options import AdapterOptions, MemoryOptions, OptimizerOptions
 from async_grpo.util.errors import ConfigError
 
 
@@ -37,6 +37,7 @@ class TrainConfig:
     data: DataOptions
     batching: BatchingOptions
     optimizer: OptimizerOptions
+    adapter: AdapterOptions
     sampling: SamplingOptions
     memory: MemoryOptions
     recording: RecordingOptions
@@ -208,6 +209,19 @@ class TrainConfig:
     def chunk_size(self) -> int:
         """Tokens whose logits are in memory at a time."""
         return self.memory.chunk_size(self.batching.max_tokens_per_gpu)
+
+    @property
+    def trainer_scores_reference(self) -> bool:
+        """Whether the trainer itself scores samples with the run's first policy, by its adapter.
+
+        KL in the reward is needed before samples reach it, and a reference that moves is served.
+        """
+        never_moves = (
+            self.sampling.num_batches_per_ref_model_update >= self.batching.num_training_batches
+        )
+        in_trainer = self.adapter.trains_adapter and self.adapter.adapter_reference == "trainer"
+        in_loss = self.objective.kl_coefficient > 0 and self.objective.kl_in_loss
+        return in_trainer and in_loss and never_moves
 
     @property
     def mode(self) -> str:

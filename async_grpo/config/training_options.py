@@ -1,14 +1,18 @@
-"""The options of a trainer rank: optimizer, schedule, precision, sharding, transport."""
+"""The options of a trainer rank: optimizer, schedule, adapters, precision, sharding, transport."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from async_grpo.config.option import POSITIVE, Change, Options, option
 
 MAX_LEARNING_RATE = 1e-2
 CLOCKS = ("steps", "samples", "tokens")
+# What peft would do at the start, for which there is a frozen base that stays as it is.
+ALTERS_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga", "mica")
+# Options of every adapter, also of one that is gone on with.
+OF_ANY = ("adapter_path", "adapter_reference", "adapter_publication", "export_merged")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +109,62 @@ class OptimizerOptions(Options):
         for name in ("warmup_ratio", "min_learning_rate_ratio"):
             if getattr(self, name) > 1:
                 raise self.refusal(name, "must be in [0, 1]", "0.1 is usual")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterOptions(Options):
+    """A low-rank adapter (LoRA, arXiv 2106.09685) in place of training every parameter."""
+
+    lora_rank: int = option(0, change=Change.FIXED, group="Low-rank adapters")
+    """train an adapter of this rank by peft, and leave the model's own parameters as they are; 0:
+    all parameters are trained, or the adapter of --adapter-path"""
+    lora_alpha: float = option(0.0, change=Change.FIXED)
+    """what a layer's adapter adds is scaled by alpha / rank; 0: alpha is twice the rank"""
+    lora_targets: str = option("all-linear", change=Change.FIXED)
+    """layers with an adapter: all-linear (but for the output layer), names such as q_proj,v_proj,
+    or a regular expression that whole names of modules match"""
+    lora_init: str = option("default", change=Change.FIXED)
+    """start of an adapter's first factor, drawn from --infinite-sampler-seed: default (uniform) or
+    gaussian; the second is 0, so that the policy starts as the model"""
+    use_rslora: bool = option(False, change=Change.FIXED)
+    """scale by alpha / sqrt(rank) (rank-stabilised, arXiv 2312.03732)"""
+    use_dora: bool = option(False, change=Change.FIXED)
+    """train the norms of weights apart from their directions (DoRA, arXiv 2402.09353)"""
+    modules_to_save: str = option("", none="", change=Change.FIXED)
+    """names of modules trained as a whole beside the adapter, separated by commas"""
+    adapter_path: str = option("", none="", change=Change.FIXED)
+    """folder of an adapter in peft's format to go on with, whose rank and targets count"""
+    adapter_reference: str = option("trainer", choices=("trainer", "worker"), change=Change.FIXED)
+    """who scores samples with the run's first policy for a KL penalty in the loss: the trainer
+    itself, or a reference worker"""
+    adapter_publication: str = option(
+        "auto", choices=("auto", "merged", "adapter"), change=Change.INCIDENTAL
+    )
+    """what generation workers are sent: weights with the adapter merged into them, or the adapter
+    alone, for workers with --max-lora-rank; auto: the adapter where all workers and it allow it"""
+    export_merged: bool = option(False)
+    """exports are whole models, with the adapter merged into their weights; else adapters"""
+
+    @property
+    def trains_adapter(self) -> bool:
+        """Whether an adapter trains, and nothing else of the model."""
+        return bool(self.lora_rank or self.adapter_path)
+
+    def check(self) -> None:
+        """See `Options`."""
+        if self.lora_init.lower().startswith(ALTERS_BASE):
+            rule = "must leave the model's own weights as they are, which engines and exports share"
+            raise self.refusal("lora_init", rule, "choose default or gaussian")
+        if self.lora_init not in ("default", "gaussian"):
+            raise self.refusal("lora_init", "must be default or gaussian", "choose one")
+        if self.lora_rank and self.adapter_path:
+            rule = "must not stand beside --lora-rank: the adapter there has its own"
+            raise self.refusal("adapter_path", rule, "leave one of the two out")
+        for each in fields(self):
+            belongs = self.lora_rank or (each.name in OF_ANY and self.adapter_path)
+            if getattr(self, each.name) != each.default and not belongs:
+                rule, remedy = "goes with --lora-rank", "give that too, or leave it out"
+                raise self.refusal(each.name, rule, remedy)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ import logging
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -37,6 +37,9 @@ from async_grpo.model.policy import PolicyModel
 from async_grpo.model.text_towers import OTHER_TOKENS, is_tower, text_model, text_name
 from async_grpo.model.weight_files import fill, materialise, misfit, outline, places_of
 from async_grpo.util.errors import UnfitModel
+
+if TYPE_CHECKING:
+    from async_grpo.model.adapters import Adapter
 
 logger = logging.getLogger(__name__)
 CPU = torch.device("cpu")
@@ -93,20 +96,22 @@ def load_sharded(
     shard: Callable[[PolicyModel], object] | None,
     parameters_on: torch.device | None = None,
     sequences_alone: bool = False,
+    adapter: Adapter | None = None,
 ) -> PolicyModel:
     """The policy in `path`, dropout off; `shard` decides which part of it this process holds.
 
     `shard` works in place on a policy of meta parameters; None: it holds all. `parameters_on`: the
-    device of its shards, if not `device`. `sequences_alone`: as `check_trainable` has found. Raises
-    UnfitModel when weights are missing.
+    device of its shards, if not `device`. `sequences_alone`: as `check_trainable` has found.
+    `adapter` trains, and `dtype` is that of the frozen model. Raises UnfitModel when weights are
+    missing.
     """
     config = _read_config(path)
     policy = PolicyModel(outline(config, attention=PACKED, dtype=dtype))
     places = places_of(Path(path))
-    if (reason := misfit(policy, places)) and is_tower(config_file(Path(path))):
+    if (reason := misfit(policy, places)) and (adapter or is_tower(config_file(Path(path)))):
         raise UnfitModel(
-            "a text model among others must be in safetensors by the names of save_pretrained, in "
-            f"{path} {reason}: write the folder with save_pretrained"
+            "a model with an adapter, or a text model among others, must be in safetensors by the "
+            f"names of save_pretrained, in {path} {reason}: write the folder with save_pretrained"
         )
     if reason and shard:
         num_bytes = sum(p.numel() for p in policy.parameters()) * dtype.itemsize
@@ -117,6 +122,8 @@ def load_sharded(
         )  # fmt: skip
     if reason:
         policy = _load_whole(path, config, dtype, CPU if shard else device)
+    if adapter:
+        adapter.inject(policy)
     if shard:
         shard(policy)
     if not reason:
@@ -124,6 +131,8 @@ def load_sharded(
         if not shard:
             policy.model.tie_weights()
         fill(policy, places)
+    if adapter:
+        adapter.fill(policy)
     policy.model.set_attn_implementation(attention)
     if sequences_alone:
         policy.see_sequences_alone()
@@ -188,8 +197,8 @@ def _check_tower(path: str) -> None:
         for part in model.modules():
             for name in [n for n, p in part.named_parameters(recurse=False) if p.is_meta]:
                 delattr(part, name)  # or the model would be on that device
-        pairs = _pairs(VOCAB_SIZE)
-        off_by = (_alone(model.eval(), pairs) - _alone(text, pairs)).abs().max().item()
+        pairs = probe_pairs(VOCAB_SIZE)
+        off_by = (scores_alone(model.eval(), pairs) - scores_alone(text, pairs)).abs().max().item()
         found = "" if off_by <= TOLERANCE else f"is off by {off_by:.2g} nats"
     except (*FOREIGN, ImportError) as error:
         found = f"raises {error!r}"
@@ -257,12 +266,12 @@ def _difference(
 ) -> tuple[float, float]:
     """(difference of a packed row from separate sequences, its tolerance), in nats."""
     model = small_model(config).to(device)
-    pairs = _pairs(VOCAB_SIZE)
-    expected = _alone(model, pairs)
+    pairs = probe_pairs(VOCAB_SIZE)
+    expected = scores_alone(model, pairs)
     tolerance = TOLERANCE
     if dtype in HALF_TYPES:
         model.to(dtype)
-        off_by = (_alone(model, pairs) - expected).abs().max().item()
+        off_by = (scores_alone(model, pairs) - expected).abs().max().item()
         tolerance = max(HALF_TOLERANCE, TIMES_EAGER * off_by)
     # Built as the loader builds it: some families know no attention but their own.
     packing = small_model(config, attention=PACKED).to(device, dtype)
@@ -345,7 +354,7 @@ def _lists_by_layer(config: PreTrainedConfig) -> dict[str, list[Any]]:
     }
 
 
-def _pairs(vocab_size: int) -> list[Pair]:
+def probe_pairs(vocab_size: int) -> list[Pair]:
     """Three fixed (prompt, output) pairs, of different ids if the vocabulary is large enough.
 
     The third one would show a leak from the sequences before it, the second one a wrong prompt.
@@ -355,7 +364,7 @@ def _pairs(vocab_size: int) -> list[Pair]:
     return [(prompt, first), (prompt, second), (second, prompt)]
 
 
-def _alone(model: torch.nn.Module, pairs: list[Pair]) -> Tensor:
+def scores_alone(model: torch.nn.Module, pairs: list[Pair]) -> Tensor:
     """Log-probabilities of all outputs by the model's own forward, one pair at a time."""
     scores = []
     for prompt, output in pairs:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,9 @@ from async_grpo.model.lm_head import Head, rescaling_of
 from async_grpo.model.logprobs import HeadTerm, TokenLogprobs, token_logprobs
 from async_grpo.model.model_folder import read_config
 from async_grpo.types import PackedMinibatch
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
 
 
 class PolicyModel(nn.Module):
@@ -46,6 +49,7 @@ class PolicyModel(nn.Module):
         self._sees_alone = False
         self.compile_logprobs = False  # compile what is computed of each chunk's logits
         self.routing = Routing.of(model)  # None: no mixture of experts
+        self.adapter: LoraConfig | None = None  # what trains, where not all does
 
     def forward(
         self,
@@ -99,6 +103,8 @@ class PolicyModel(nn.Module):
     def head(self) -> Head:
         """The output layer; under FSDP2 its tensors are whole within a forward only."""
         linear = self.model.get_output_embeddings()
+        if self.adapter is not None and hasattr(linear, "modules_to_save"):  # trained as a whole
+            [linear] = linear.modules_to_save.values()
         return Head(linear.weight, getattr(linear, "bias", None), self._rescaling)
 
     @property
@@ -171,8 +177,21 @@ def _sequence_of(packed: PackedMinibatch) -> Tensor | None:
 
 
 def hf_named_parameters(policy: PolicyModel) -> Iterator[tuple[str, Tensor]]:
-    """(name, parameter) as a Hugging Face checkpoint names them; a tied head is not repeated."""
-    yield from policy.model.named_parameters()
+    """(name, parameter) as a Hugging Face checkpoint names them; a tied head is not repeated.
+
+    With an adapter: those of the frozen model.
+    """
+    for name, parameter in policy.model.named_parameters():
+        if policy.adapter is None:
+            yield name, parameter
+        elif not parameter.requires_grad:
+            yield name.replace(".base_layer.", ".").replace(".original_module.", "."), parameter
+
+
+def trained_parameters(policy: PolicyModel) -> Iterator[tuple[str, Tensor]]:
+    """(name, parameter) of those that train, by the names of a checkpoint or of peft's layers."""
+    named = policy.model.named_parameters()
+    return ((name, parameter) for name, parameter in named if parameter.requires_grad)
 
 
 def as_stored(model: PreTrainedModel, name: str, tensor: Tensor) -> dict[str, Tensor]:

@@ -147,7 +147,7 @@ def _fill_one(
     if len(stored) == 1:
         read_into(local, parameter, places[stored[0]])
         return
-    first = _slices(parameter)[0].start
+    first = slices_of(parameter)[0].start
     for number, expert in enumerate(local):  # a view, as are its parts
         for part, view in as_stored(model, name, expert[None]).items():
             own = part.replace(FIRST_EXPERT, f".experts.{first + number}.")
@@ -166,7 +166,7 @@ def read_into(target: Tensor, whole: Tensor, place: Place) -> None:
                 f"({list(whole.shape)}), it has {source.get_shape()}: give the model its own config"
             )
         if target.numel():  # with more ranks than rows some have none
-            target.copy_(source[_slices(whole)] if whole.ndim else content.get_tensor(name))
+            target.copy_(source[slices_of(whole)] if whole.ndim else content.get_tensor(name))
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -192,7 +192,8 @@ def own_rows(tensor: Tensor) -> Tensor:
     )  # fmt: skip
 
 
-def _slices(whole: Tensor) -> tuple[slice, ...]:
+def slices_of(whole: Tensor) -> tuple[slice, ...]:
+    """What this rank holds of a sharded tensor; of another, all."""
     if not isinstance(whole, DTensor):
         return tuple(slice(0, size) for size in whole.shape)
     shape, offset = compute_local_shape_and_global_offset(

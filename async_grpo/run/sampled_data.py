@@ -19,10 +19,11 @@ from async_grpo.checkpoint.saving import Read
 from async_grpo.cluster.cluster import Cluster
 from async_grpo.cluster.handles import WHO, RunClient
 from async_grpo.config.roles import teacher
+from async_grpo.model.adapters import FlatShards, Served, changed, served
 from async_grpo.model.collate import collate_pairs, split_by_row, to_device
 from async_grpo.model.lm_head import Head, Rescaling
 from async_grpo.run.main_rank import MainRank, OtherRank
-from async_grpo.training.fsdp import compute_dtype, iter_device_tensors, local_shards
+from async_grpo.training.fsdp import compute_dtype, iter_device_tensors, reshard
 from async_grpo.training.learner import Learner
 from async_grpo.training.ranks import Ranks
 from async_grpo.training.stream import Express, RankStream
@@ -117,8 +118,8 @@ class SampledData(Iterator[StreamItem]):
             weights.collected(self._collected, canary)
             if self._config.memory.weight_transport != OBJECT_STORE:
                 self._wait_collected()  # all ranks continue, or none
-                policy, device = self._learner.policy, self._learner.device
-                tensors = iter_device_tensors(policy, self._dtype, device=device)
+                device = self._learner.device
+                tensors = iter_device_tensors(self._tensors(), self._dtype, device=device)
                 weights.send(self._main.client, tensors)
         self._main.report.published(num_batches, evaluates=evaluates)
         # The controller begins the evaluations of these weights.
@@ -148,20 +149,26 @@ class SampledData(Iterator[StreamItem]):
 
     def _collect(self, num_batches: int) -> Collected:
         """Gather the policy's current weights; collective."""
+        tensors = self._tensors()
         if self._collector is None:
             self._incarnation, self._dtype = self._ranks.share(
                 lambda: self._main.weights.published_as
             )
             self._collector = Collector(
-                Shards.of(self._learner.policy),
+                Shards.of(self._learner.policy, tensors),
                 self._cluster,
                 device=self._learner.device,
                 dtype=self._dtype,
                 with_deltas=self._config.memory.weight_delta,
             )
         version = WeightsVersion(self._incarnation, num_batches)
-        shards = local_shards(self._learner.policy, divided=True)
-        return self._collector.collect(shards, version=version)
+        return self._collector.collect(FlatShards(tensors), version=version)
+
+    def _tensors(self) -> dict[str, Served]:
+        """What workers are sent of the current policy; collective."""
+        policy = self._learner.policy
+        reshard(policy)
+        return (changed if policy.adapter else served)(policy, divided=True)
 
     def _open(self) -> RankStream:
         client = self._ranks.share(lambda: self._main.client)
@@ -246,7 +253,7 @@ def _head(client: RunClient, name: str, device: torch.device, *, timeout_s: floa
 def score_canary(learner: Learner, rows: tuple[NDArray[np.int32], ...]) -> tuple[CanaryRow, ...]:
     """Score the canary's rows with the current weights; collective, also for ranks without rows.
 
-    Leaves the root module gathered, which `local_shards` undoes.
+    Leaves the root module gathered, which `reshard` undoes.
     """
     config, device = learner.config, learner.device
     dtype = str(compute_dtype(config.memory.mixed_precision, device)).removeprefix("torch.")

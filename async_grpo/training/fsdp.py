@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -29,7 +29,8 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
-from async_grpo.model.policy import PolicyModel, hf_named_parameters
+from async_grpo.model.adapters import Served, served
+from async_grpo.model.policy import PolicyModel, trained_parameters
 from async_grpo.model.weight_files import local_part, own_rows
 
 
@@ -135,17 +136,18 @@ def drop_local_gradients(policy: PolicyModel) -> None:
 def iter_full_tensors(policy: PolicyModel) -> Iterator[tuple[str, Tensor]]:
     """Gather whole parameters one at a time, in the model's order, under their checkpoint names.
 
-    Collective: every rank must exhaust it. Rank 0 gets (name, CPU tensor), valid until the next
-    optimizer step; the others get nothing.
+    An adapter is merged into them. Collective: every rank must exhaust it. Rank 0 gets (name, CPU
+    tensor), valid until the next optimizer step; the others get nothing.
     """
     is_receiver = not dist.is_initialized() or dist.get_rank() == 0
-    for name, full in iter_device_tensors(policy):
+    reshard(policy)
+    for name, full in iter_device_tensors(served(policy)):
         if is_receiver:
             yield name, full.cpu()
 
 
 def iter_device_tensors(
-    policy: PolicyModel,
+    tensors: Mapping[str, Served],
     dtype: torch.dtype | None = None,
     *,
     device: torch.device | None = None,
@@ -155,27 +157,23 @@ def iter_device_tensors(
     Shards are cast to `dtype` and moved to `device` before gathering, where these are given.
     Collective: every rank must exhaust it.
     """
-    reshard(policy)
-    for name, parameter in hf_named_parameters(policy):
-        full = parameter.detach().to(device=device, dtype=dtype)
+    for name, each in tensors.items():
+        full = each.make().to(device=device, dtype=dtype)
         yield name, full.full_tensor() if isinstance(full, DTensor) else full
 
 
-def local_shards(policy: PolicyModel, *, divided: bool = False) -> list[Tensor]:
-    """This rank's part of each parameter, flat, in the model's order; they share its memory.
+def local_shards(policy: PolicyModel) -> list[Tensor]:
+    """This rank's part of each trained parameter, flat, in the model's order, in its memory.
 
-    Gathered parameters are dropped first, so that a change of the shards takes effect. `divided`:
-    where each rank holds all of the model, its own rows only.
+    Gathered parameters are dropped first, so that a change of the shards takes effect.
     """
     reshard(policy)
-    held = (parameter.detach() for _, parameter in hf_named_parameters(policy))
-    parts = map(own_rows, held) if divided else held
-    return [local_part(part).reshape(-1) for part in parts]
+    return [local_part(each.detach()).reshape(-1) for _, each in trained_parameters(policy)]
 
 
 def local_gradients(policy: PolicyModel) -> list[Tensor]:
     """This rank's part of the gradients reduced so far, flat; they share the gradients' memory."""
-    held = (parameter.grad for _, parameter in hf_named_parameters(policy))
+    held = (parameter.grad for _, parameter in trained_parameters(policy))
     return [local_part(grad).reshape(-1) for grad in held if grad is not None]
 
 

@@ -16,6 +16,7 @@ from async_grpo.batching.supervised import pack_pairs
 from async_grpo.config.train_config import Settings, TrainConfig, with_settings
 from async_grpo.devices.bill import GIB, trainer_bill, with_checkpointing_if_needed
 from async_grpo.devices.current import free_bytes
+from async_grpo.model.adapters import Adapter, base_dtype, check_adapter
 from async_grpo.model.attention import choose_attention
 from async_grpo.model.collate import collate, to_device
 from async_grpo.model.loading import check_trainable, load_sharded
@@ -57,7 +58,7 @@ class Learner:
 
     @classmethod
     def build(cls, config: TrainConfig, ranks: Ranks) -> Learner:
-        """Load and shard the policy, with float32 master weights; collective.
+        """Load and shard the policy, with float32 weights of what trains; collective.
 
         Raises `ConfigError` or `UnfitModel` on every rank for what cannot be trained.
         """
@@ -71,15 +72,21 @@ class Learner:
         alone = ranks.share(
             lambda: check_trainable(path, attention=attention, device=ranks.device, dtype=dtype)
         )
+        adapter = None
+        if config.adapter.trains_adapter:
+            seed = config.data.infinite_sampler_seed
+            adapter = ranks.share(lambda: Adapter.of(config.adapter, model=path, seed=seed))
+            ranks.share(lambda: check_adapter(path, adapter))
         peak = peak_tflops(memory, ranks.device)  # before the model takes its memory
         policy = load_sharded(
             path,
             attention=attention,
-            dtype=torch.float32,
+            dtype=base_dtype(path, dtype) if adapter else torch.float32,
             device=ranks.device,
             shard=lambda policy: shard_as_billed(policy, config, ranks),
             parameters_on=torch.device("cpu") if memory.offload == "parameters" else None,
             sequences_alone=alone,
+            adapter=adapter,
         )
         learner = cls(policy, config, ranks, peak=peak)
         logger.info("policy and optimizer are ready")

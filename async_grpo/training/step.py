@@ -20,6 +20,7 @@ from torch.optim import AdamW
 
 from async_grpo.algorithms.base import Algorithm, LossSums
 from async_grpo.algorithms.grpo_loss import mismatch
+from async_grpo.config.roles import REFERENCE
 from async_grpo.config.sampling_options import BatchingOptions
 from async_grpo.config.training_options import MemoryOptions, OptimizerOptions
 from async_grpo.model.collate import collate, to_device
@@ -107,6 +108,10 @@ class GradientStep:
         self._algorithm = algorithm
         self.head_terms = algorithm.terms  # the teachers' terms are added once they are known
         self._batch_start = BatchStart(policy) if algorithm.uses_old_policy else None
+        self._first_policy = None
+        if algorithm.config.trainer_scores_reference:
+            self._first_policy = EarlierPolicy(policy)
+            self._first_policy.keep()
         # Options of every forward of the policy.
         chunk_size = memory.chunk_size(batching.max_tokens_per_gpu)
         self._setting = {"temperature": algorithm.temperature, "chunk_size": chunk_size}
@@ -132,11 +137,12 @@ class GradientStep:
 
     def accumulate(self, packed: PackedMinibatch) -> LossSums:
         """Back-propagate the minibatch's plain sum; all ranks must call it equally often."""
-        old = self._batch_start.logprobs(packed, **self._setting) if self._batch_start else None
-        if old is not None:
-            packed = replace(packed, scores={**packed.scores, "old": old})
+        earlier = self._by_earlier_policies(packed)
+        packed = replace(packed, scores={**packed.scores, **earlier})
         own = self._by_own_experts(packed)
         scored = self._policy(packed, **self._setting, terms=self.head_terms)
+        if self._first_policy and REFERENCE not in earlier:  # it is this policy
+            packed.scores[REFERENCE] = scored.logprobs.detach()
         if self.keeps_terms:
             scored.logprobs.retain_grad()
         result = self._algorithm.loss(scored, packed)
@@ -144,7 +150,7 @@ class GradientStep:
             result.loss.backward()
         if self.keeps_terms:
             logprobs = scored.logprobs
-            self.terms.append(TokenTerms(logprobs.detach(), old, logprobs.grad))
+            self.terms.append(TokenTerms(logprobs.detach(), earlier.get("old"), logprobs.grad))
         loss, entropy = result.loss.detach(), scored.entropy.detach()
         sums = {"loss_sum": loss, "entropy_sum": entropy.sum(), **result.sums}
         maxima: dict[str, Tensor] = {}
@@ -165,6 +171,15 @@ class GradientStep:
         self.count(trained_tokens=entropy.numel(), trained_samples=packed.num_samples)
         self.losses.append(loss)
         return result
+
+    def _by_earlier_policies(self, packed: PackedMinibatch) -> dict[str, Tensor]:
+        """{name in `packed.scores`: [N]}, without policies that are still this one; collective."""
+        found = {}
+        if self._batch_start and self._batch_start.has_moved:
+            found["old"] = self._batch_start.logprobs(packed, **self._setting)
+        if self._first_policy and self.clocks.steps:
+            found[REFERENCE] = self._first_policy.logprobs(packed, **self._setting)
+        return found
 
     @torch.no_grad()
     def _by_own_experts(self, packed: PackedMinibatch) -> Tensor | None:
@@ -345,42 +360,26 @@ def _all_gather(local: Tensor) -> Tensor:
     return torch.stack(parts)
 
 
-class BatchStart:
-    """Scores minibatches with the weights that the policy had at the start of the current batch.
+class EarlierPolicy:
+    """Scores minibatches with weights that the policy had before.
 
-    The mode `decoupled` with several steps a batch divides by these probabilities. A second copy of
-    this rank's shards is kept, so that no step waits until the whole batch has been scored.
+    A copy of what trains of this rank's shards is kept.
     """
 
     def __init__(self, policy: PolicyModel) -> None:
         self._policy = policy
         self._weights: list[Tensor] = []
-        self._has_moved = False
 
-    def begin_batch(self) -> None:
-        """Compare the steps that follow with the policy as it is now."""
-        self._has_moved = False
-
-    def before_update(self) -> None:
-        """Keep the current weights, unless a step of this batch has moved them already."""
-        if self._has_moved:
-            return
+    def keep(self) -> None:
+        """Take the current weights, in place of those kept before."""
         shards = fsdp.local_shards(self._policy)
         if not self._weights:
             self._weights = [torch.empty_like(shard) for shard in shards]
         torch._foreach_copy_(self._weights, shards)
-        self._has_moved = True
 
     @torch.no_grad()
-    def logprobs(
-        self, packed: PackedMinibatch, *, temperature: float, chunk_size: int
-    ) -> Tensor | None:
-        """[N] under the weights of the start of the batch; None while the policy has these.
-
-        Collective, as every forward is: the policy has moved on all ranks, or on none.
-        """
-        if not self._has_moved:
-            return None
+    def logprobs(self, packed: PackedMinibatch, *, temperature: float, chunk_size: int) -> Tensor:
+        """[N] under the weights that were kept; collective, as every forward is."""
         self._exchange()
         try:
             scored = self._policy(packed, temperature=temperature, chunk_size=chunk_size)
@@ -394,3 +393,23 @@ class BatchStart:
             current = shard.clone()
             shard.copy_(kept)
             kept.copy_(current)
+
+
+class BatchStart(EarlierPolicy):
+    """Scores minibatches with the weights that the policy had at the start of the current batch.
+
+    The mode `decoupled` with several steps a batch divides by these probabilities. A second copy of
+    this rank's shards is kept, so that no step waits until the whole batch has been scored.
+    """
+
+    has_moved = False  # since the start of the batch; the same on all ranks
+
+    def begin_batch(self) -> None:
+        """Compare the steps that follow with the policy as it is now."""
+        self.has_moved = False
+
+    def before_update(self) -> None:
+        """Keep the current weights, unless a step of this batch has moved them already."""
+        if not self.has_moved:
+            self.keep()
+        self.has_moved = True

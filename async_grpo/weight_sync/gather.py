@@ -18,7 +18,7 @@ from __future__ import annotations
 import bisect
 import math
 import queue
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -29,7 +29,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from async_grpo.model.policy import PolicyModel, hf_named_parameters
+from async_grpo.model.adapters import Served
+from async_grpo.model.policy import PolicyModel
 from async_grpo.model.weight_files import own_rows
 from async_grpo.types import Piece, TensorMeta
 from async_grpo.util import deadlines
@@ -53,7 +54,7 @@ class Gather:
         self._free: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
         self._scratch: dict[str, Tensor] = {}
 
-    def rounds(self, shards: list[Tensor]) -> Iterator[Received]:
+    def rounds(self, shards: Sequence[Tensor]) -> Iterator[Received]:
         """This rank's buckets, one a round, out of all ranks' flat shards; collective.
 
         Numbers are cast to the published dtype on their device. Hand each bucket back to `free`:
@@ -68,7 +69,7 @@ class Gather:
         """Let the memory of a bucket be reused. Called from any thread."""
         self._free.put(received.data)
 
-    def _exchange(self, number: int, shards: list[Tensor], host: Tensor) -> Tensor:
+    def _exchange(self, number: int, shards: Sequence[Tensor], host: Tensor) -> Tensor:
         plan, rank, num_ranks = self._plan, self._shards.rank, self._shards.num_ranks
         buckets = [number * num_ranks + owner for owner in range(num_ranks)]
         into = [plan.num_elements(buckets[rank], source) for source in range(num_ranks)]
@@ -237,18 +238,17 @@ class Shards:
     Where each rank holds all of the model, as if it were sharded: each publishes its own rows.
     """
 
-    shapes: tuple[tuple[str, tuple[int, ...]], ...]  # whole parameters, as checkpoints name them
+    shapes: tuple[tuple[str, tuple[int, ...]], ...]  # of whole tensors, by their published names
     group: dist.ProcessGroup | None  # None: this rank holds everything
     rank: int  # in the group
     num_ranks: int
     is_first_replica: bool  # of the groups that hold the same shards: this one publishes them
 
     @classmethod
-    def of(cls, policy: PolicyModel) -> Shards:
-        """The sharding of a policy, which may also be whole on one rank."""
-        named = tuple(hf_named_parameters(policy))
-        shapes = tuple((name, tuple(parameter.shape)) for name, parameter in named)
-        first = next((p for _, p in named if isinstance(p, DTensor)), None)
+    def of(cls, policy: PolicyModel, tensors: Mapping[str, Served]) -> Shards:
+        """How `tensors` of a policy are sharded, which may also be whole on one rank."""
+        shapes = tuple((name, each.shape) for name, each in tensors.items())
+        first = next((p for p in policy.parameters() if isinstance(p, DTensor)), None)
         if first is None:
             return cls(shapes, None, 0, 1, is_first_replica=True)
         first = own_rows(first)

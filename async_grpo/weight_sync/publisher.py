@@ -6,7 +6,7 @@ hands the snapshot to the controller; any worker can fetch it, now or when it jo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
@@ -76,7 +76,7 @@ class Collector:
         # On rank 0: a bucket of each collection whose snapshot is still in use.
         self._live: WeakValueDictionary[int, WeightsBucket] = WeakValueDictionary()
 
-    def collect(self, shards: list[Tensor], *, version: WeightsVersion) -> Collected:
+    def collect(self, shards: Sequence[Tensor], *, version: WeightsVersion) -> Collected:
         """Copy the weights out of this rank's flat `shards`; they may change after the return."""
         self._count = count = self._count + 1
         self._thread.submit(self._let_go)

@@ -17,8 +17,8 @@ import torch
 
 from async_grpo.cluster.cluster import Cluster
 from async_grpo.config.worker_config import WorkerConfig
+from async_grpo.model.adapters import FlatShards, served
 from async_grpo.rollout.generation_worker import worker_environment
-from async_grpo.training.fsdp import local_shards
 from async_grpo.types import CanaryRow, WeightsAck, WeightsSnapshot, WeightsVersion
 from async_grpo.weight_sync.gather import Shards
 from async_grpo.weight_sync.publisher import Collector
@@ -77,7 +77,10 @@ class _Trainer:
         self._watch = watch
         self._kept: WeightsSnapshot | None = None
         self._collector = Collector(
-            Shards.of(policy.policy), Cluster(), device=torch.device("cpu"), dtype=torch.float32
+            Shards.of(policy.policy, served(policy.policy)),
+            Cluster(),
+            device=torch.device("cpu"),
+            dtype=torch.float32,
         )
         # Written once, so that no page of them is new.
         self._from, self._to = (np.ones(policy.size_bytes, dtype=np.uint8) for _ in range(2))
@@ -96,7 +99,7 @@ class _Trainer:
         copying = _seconds(lambda: np.copyto(self._to, self._from))
         self._watch.peaks()  # what was held until now is not the sync's
         began_at = time.monotonic()
-        shards, version = local_shards(self._policy.policy), WeightsVersion(0, batches)
+        shards, version = FlatShards(served(self._policy.policy)), WeightsVersion(0, batches)
         collected = self._collector.collect(shards, version=version)
         gathered_at = time.monotonic()
         snapshot: Any = collected.wait()

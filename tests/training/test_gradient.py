@@ -10,11 +10,13 @@ nothing but their rounding.
 """
 
 import asyncio
+import functools
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from adapted_models import KINDS, adapted, adapted_twin, scale_of, tiny
 from effort import FULL, histories
 from formulas import (
     cancellation,
@@ -38,7 +40,7 @@ from async_grpo.algorithms.base import LocalRules
 from async_grpo.algorithms.find import find_algorithm
 from async_grpo.config.objective import PRESET_NAMES
 from async_grpo.model.collate import collate
-from async_grpo.model.policy import PolicyModel, hf_named_parameters
+from async_grpo.model.policy import PolicyModel, hf_named_parameters, trained_parameters
 from async_grpo.types import Group
 
 F64, F32 = (torch.float64, 1e-12), (torch.float32, 1e-5)
@@ -221,13 +223,13 @@ def partition(rng, indices, *, num_ranks):
 
 def streamed(policy, samples, ranks, config, *, start=None, chunk_size):
     """Loss and gradient of rows: every rank's plain sum over its minibatches, divided once."""
-    total = {name: 0.0 for name, _ in hf_named_parameters(policy)}
+    total = {name: 0.0 for name, _ in trained_parameters(policy)}
     loss = 0.0
     for minibatches in ranks:
         policy.zero_grad()
         for indices in minibatches:
             loss += backward(policy, samples, indices, config, start=start, chunk_size=chunk_size)
-        for name, parameter in hf_named_parameters(policy):
+        for name, parameter in trained_parameters(policy):
             total[name] += 0.0 if parameter.grad is None else parameter.grad
     whole = [part for part in samples if part.row == 0]
     num_tokens = sum(sample.num_trained_tokens for sample in whole)
@@ -256,12 +258,19 @@ def backward(policy, samples, indices, config, *, start, chunk_size):
     return result.loss.item()
 
 
-def check(config, *, precision, seed, num_groups, num_ranks, chunk_size, tied):
+def check(config, *, precision, tied, **streaming):
     dtype, tolerance = precision
-    rng = np.random.default_rng(seed)
-    policy = MODELS[tied, dtype]
     twin = TWINS[tied, dtype]
+    leaves = dict(twin.named_parameters())
+    check_with(MODELS[tied, dtype], twin, leaves, config, tolerance=tolerance, **streaming)
+
+
+def check_with(policy, twin, leaves, config, *, tolerance, seed, num_groups, num_ranks, chunk_size):
+    """`leaves`: the twin's parameter for each that the policy trains."""
+    dtype, rng = policy.model.dtype, np.random.default_rng(seed)
     twin.zero_grad()
+    for leaf in leaves.values():
+        leaf.grad = None
     groups = make_groups(rng, num_groups=num_groups, model=twin, config=config)
     exact = [sample for group in groups for sample in oracle_group(group, config)]
     samples = finished(groups, config)
@@ -273,7 +282,7 @@ def check(config, *, precision, seed, num_groups, num_ranks, chunk_size, tied):
     left = cancellation(expected_loss, outputs, config)
     assume(left == 0 or left > CANCELLED or config.objective.entropy_coefficient)
     expected_loss.backward()
-    expected = {name: parameter.grad for name, parameter in twin.named_parameters()}
+    expected = {name: leaf.grad for name, leaf in leaves.items()}
     samples, start = cut_into_parts(samples, start)
     sent = [index for index, part in enumerate(samples) if part.contributes]
     ranks = partition(rng, sent, num_ranks=num_ranks)
@@ -306,6 +315,25 @@ def test_a_preset_s_gradient_is_the_oracle_s_for_any_streaming(
     preset, precision, data, **streaming
 ):
     check(preset_config(data.draw, preset), precision=precision, **streaming)
+
+
+@functools.cache
+def adapted_pair(kind, tied):
+    policy = adapted(tiny(tied=tied), **KINDS[kind])
+    make = functools.partial(tiny, tied=tied)
+    return policy, *adapted_twin(make, policy, scale=scale_of(KINDS[kind]))
+
+
+@settings(max_examples=100 if FULL else 2, deadline=None)
+@given(data=st.data(), kind=st.sampled_from([*KINDS]), **STREAMINGS)
+@pytest.mark.parametrize("preset", PRESET_NAMES)
+def test_an_adapter_s_gradient_is_the_oracle_s_for_any_streaming(
+    preset, data, kind, tied, **streaming
+):
+    pair, config = adapted_pair(kind, tied), preset_config(data.draw, preset)
+    check_with(*pair, config, tolerance=F64[1], **streaming)
+    policy = pair[0]
+    assert all(each.grad is None for _, each in hf_named_parameters(policy))
 
 
 def test_a_filler_s_gradient_is_exactly_zero():

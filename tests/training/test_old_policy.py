@@ -16,7 +16,7 @@ from async_grpo.config.train_config import TrainConfig
 from async_grpo.model.collate import collate
 from async_grpo.model.policy import PolicyModel, hf_named_parameters
 from async_grpo.training.fsdp import reshard, shard
-from async_grpo.training.step import BatchStart
+from async_grpo.training.step import BatchStart, EarlierPolicy
 
 CONFIG = TrainConfig(
     model_name_or_path="m",
@@ -90,12 +90,18 @@ def test_the_next_batch_starts_from_the_policy_of_its_own_first_step():
     assert relative_difference(got, {name: 4 * value for name, value in expected.items()}) < 1e-12
 
 
-def test_a_skipped_step_leaves_the_start_of_the_batch_where_it_was():
+def test_weights_that_were_kept_score_as_before_whatever_moves():
     model = tiny_model(tied=True, dtype=torch.float64)
-    batch_start = BatchStart(PolicyModel(model))
+    policy = PolicyModel(model)
     samples = random_samples(np.random.default_rng(3), 2, model=model)
-    setting = {"temperature": 1.0, "chunk_size": 5}
-    assert batch_start.logprobs(pack(samples), **setting) is None
+    packed, setting = pack(samples), {"temperature": 1.0, "chunk_size": 5}
+    earlier, before = EarlierPolicy(policy), policy(packed, **setting).logprobs
+    earlier.keep()
+    with torch.no_grad():
+        model.model.norm.weight += 0.5
+    moved = policy(packed, **setting).logprobs
+    assert torch.equal(earlier.logprobs(packed, **setting), before)
+    assert torch.equal(policy(packed, **setting).logprobs, moved)
 
 
 def whole(policy):

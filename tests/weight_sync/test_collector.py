@@ -10,8 +10,8 @@ from ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from async_grpo.model.adapters import FlatShards, served
 from async_grpo.model.policy import PolicyModel, hf_named_parameters
-from async_grpo.training.fsdp import local_shards
 from async_grpo.types import WeightsVersion
 from async_grpo.util.errors import WeightSyncError
 from async_grpo.weight_sync.buckets import unpack
@@ -57,7 +57,7 @@ def sharded(mesh, *, tied=True):
 
 def collect(collector, policy, batches):
     return collector.collect(
-        local_shards(policy, divided=True), version=WeightsVersion(3, batches)
+        FlatShards(served(policy, divided=True)), version=WeightsVersion(3, batches)
     ).wait()
 
 
@@ -75,14 +75,14 @@ def all_of_it(rank, *, mesh_shape, tied):
     names = ("replicas", "shards") if len(mesh_shape) == 2 else None
     policy = sharded(init_device_mesh("cpu", mesh_shape, mesh_dim_names=names), tied=tied)
     options = {"device": CPU, "dtype": torch.bfloat16, "bucket_bytes": BUCKET_BYTES}
-    collector = Collector(Shards.of(policy), store, **options)
+    collector = Collector(Shards.of(policy, served(policy)), store, **options)
     snapshot = collect(collector, policy, 1)
     expected = {n: p.full_tensor().detach().clone() for n, p in hf_named_parameters(policy)}
     first = dict(store.held), snapshot
     store.fails = rank == dist.get_world_size() - 1
     refused = attempt(lambda: collect(collector, policy, 2))
     store.fails = False
-    shards = local_shards(policy, divided=True)
+    shards = FlatShards(served(policy, divided=True))
     kept = shards[5][-1].clone() if shards[5].numel() else None
     if kept is not None and rank == 0:
         shards[5][-1] = float("inf")
@@ -95,22 +95,22 @@ def all_of_it(rank, *, mesh_shape, tied):
         num_own.append(len(collector._own))
     del snapshot
     patched = with_deltas(policy, shards, store)
-    collector.collect(local_shards(policy, divided=True), version=WeightsVersion(3, 7)).wait()
+    collector.collect(FlatShards(served(policy, divided=True)), version=WeightsVersion(3, 7)).wait()
     num_own.append(len(collector._own))
     kept = {key: data for key, (data, _) in first[0].items()}
     return {
         "snapshot": first[1], "held": kept, "expected": expected, "refused": refused,
         "infinite": infinite, "num_own": num_own, "patched": patched,
         "all_held": {key: data for key, (data, _) in store.held.items()},
-        "names": [name for name, _ in Shards.of(policy).shapes],
+        "names": [name for name, _ in Shards.of(policy, served(policy)).shapes],
     }  # fmt: skip
 
 
 def with_deltas(policy, shards, store):
     """Two versions between which each rank moves one number."""
     collector = Collector(
-        Shards.of(policy), store, device=CPU, dtype=torch.bfloat16, bucket_bytes=BUCKET_BYTES,
-        with_deltas=True,
+        Shards.of(policy, served(policy)), store, device=CPU, dtype=torch.bfloat16,
+        bucket_bytes=BUCKET_BYTES, with_deltas=True,
     )  # fmt: skip
     snapshots = [collect(collector, policy, 1)]
     moved = shards[0][:1].clone()
