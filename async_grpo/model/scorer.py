@@ -38,6 +38,7 @@ class Scorer:
         self._device = device
         policy = load_policy(model_path, attention=attention, dtype=weights, device=device)
         self.policy = policy.eval().requires_grad_(False)
+        self._has_all = False  # has loaded others in place of all of the folder's weights
 
     @property
     def head(self) -> Head:
@@ -84,13 +85,22 @@ class Scorer:
         return to_device(packed, self._device)
 
     @torch.no_grad()
-    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Replace all weights, by checkpoint names.
+    def load(
+        self, tensors: Iterable[tuple[str, torch.Tensor]], *, rest_of_folder: bool = False
+    ) -> None:
+        """Replace all weights, by checkpoint names; `rest_of_folder`: the others stay as they were.
 
         Names and shapes are checked first. Raises `WeightSyncError`, which leaves the old weights.
         """
         received, own = dict(tensors), dict(hf_named_parameters(self.policy))
+        if rest_of_folder and self._has_all:
+            raise WeightSyncError(
+                f"some weights may only be sent where the others are those of {self.facts.path}, "
+                "all were sent before: start the worker again"
+            )
         sent, held = ({name: tuple(t.shape) for name, t in of.items()} for of in (received, own))
+        if rest_of_folder:
+            held = {name: shape for name, shape in held.items() if name in sent}
         if differing := sorted({name for name, _ in sent.items() ^ held.items()}):
             name = differing[0]
             raise WeightSyncError(
@@ -98,5 +108,6 @@ class Scorer:
                 f"are not, first {name}: {held.get(name)} here, {sent.get(name)} sent; start the "
                 "worker with the model that is trained"
             )
-        for name, parameter in own.items():
-            parameter.copy_(received[name])
+        self._has_all = not rest_of_folder
+        for name in received:
+            own[name].copy_(received[name])

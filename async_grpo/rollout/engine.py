@@ -42,6 +42,7 @@ from async_grpo.types import (
 from async_grpo.util import deadlines
 from async_grpo.util.errors import WeightSyncError, WorkerError
 from async_grpo.weight_sync.buckets import check_whole
+from async_grpo.weight_sync.update_checks import pack_samples
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -207,10 +208,10 @@ class Engine:
         await self._transfer("init_weight_transfer_engine", call, timeout_s=timeout_s)
 
     async def expect(self, snapshot: WeightsSnapshot) -> None:
-        """Raise `WeightSyncError` unless these are exactly the model's parameters."""
+        """Raise `WeightSyncError` unless these are the model's parameters, all or with its rest."""
         check_whole(snapshot.tensors, snapshot.buckets)
         tensors = [list(meta) for meta in snapshot.tensors]
-        call = self._llm.collective_rpc("expect_weights", args=(tensors,))
+        call = self._llm.collective_rpc("expect_weights", args=(tensors, snapshot.rest_of_folder))
         await self._transfer("expect_weights", call)
 
     async def apply(
@@ -228,9 +229,11 @@ class Engine:
             EngineBrokenError: the loading failed, or did not end in time.
         """
         await self._capture()
+        announced = (snapshot.rest_of_folder, pack_samples(snapshot.samples))
         canary, paused_at = vllm_requests.CanaryPass(self._llm, snapshot.canary), time.monotonic()
         try:
             async with asyncio.timeout(timeout_s):
+                await self._llm.collective_rpc("announce_weights", args=announced)
                 # The caches belong to the old weights: they are dropped, or (`KeptCaches`) only
                 # running sequences go on with theirs.
                 await self._llm.pause_generation(mode="keep", clear_cache=True)

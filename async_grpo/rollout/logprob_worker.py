@@ -225,6 +225,11 @@ class LogprobWorker:
                 f"a {self._info.role} worker keeps the weights that it was started with, got "
                 f"{snapshot.version}: publish to the roles that follow the policy alone"
             )
+        if snapshot.adapter:
+            raise WeightSyncError(
+                f"a {self._info.role} worker takes weights of the model, got those of an adapter: "
+                "publish them merged"
+            )
         started_at = time.monotonic()
         is_alias = self._version is not None and snapshot.equals(self._version)
         buckets = () if is_alias else snapshot.buckets
@@ -233,7 +238,8 @@ class LogprobWorker:
             if self._version is None or snapshot.version > self._version:
                 if not is_alias:
                     tensors = unpack(snapshot, data)
-                    await asyncio.to_thread(self._scorer.load, tensors)
+                    is_partial = snapshot.rest_of_folder
+                    await asyncio.to_thread(self._scorer.load, tensors, rest_of_folder=is_partial)
                 self._version = snapshot.version
             seconds = time.monotonic() - started_at
             return WeightsAck(self._info.worker_id, self._version, seconds, 0.0)

@@ -57,6 +57,7 @@ from async_grpo.types.snapshots import (
     TensorMeta,
     VersionSpan,
     WeightsAck,
+    WeightSample,
     WeightsBucket,
     WeightsDelta,
     WeightsSnapshot,

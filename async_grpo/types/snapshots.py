@@ -86,6 +86,15 @@ class WeightsBucket:
     delta: WeightsDelta | None = None  # None: workers load the whole bucket
 
 
+class WeightSample(NamedTuple):
+    """Some numbers of one tensor, an adapter's B times its scaling."""
+
+    name: str  # of the tensor, as in `tensors`
+    rows: NDArray[np.int64]  # [K]
+    columns: NDArray[np.int64]  # [M]; of a vector empty
+    values: NDArray[np.float32]  # [K, M], or [K]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class WeightsSnapshot:
     """A full set of weights that any worker can load, now or when it joins later."""
@@ -97,6 +106,11 @@ class WeightsSnapshot:
     tensors: tuple[TensorMeta, ...] = ()  # in the model's order
     is_base: bool = False  # workers keep these bytes: a later snapshot may bring deltas to them
     delta_since: WeightsVersion | None = None  # the version whose bytes the deltas change
+    # peft's adapter_config.json: `tensors` are an adapter's, named as in its file; "": the model's.
+    adapter: str = ""
+    # Parameters that are not among `tensors` are those of the worker's model folder.
+    rest_of_folder: bool = False
+    samples: tuple[WeightSample, ...] = ()  # some numbers, as the trainer computes with them
 
     @property
     def size_bytes(self) -> int:

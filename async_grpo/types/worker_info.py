@@ -33,6 +33,8 @@ class WorkerInfo:
     item_size: int = 0  # bytes of one of a teacher's weights
     dtype: str = ""  # of weights that follow the policy; empty: it has none
     devices: tuple[str, ...] = ()  # identities of its NVIDIA devices; empty on a CPU
+    max_lora_rank: int = 0  # of adapters that it serves; 0: it takes weights of the model
+    max_loras: int = 0  # adapters that it serves at a time
     lease_s: float = LEASE_S  # it counts as lost when silent for so long
     startup: tuple[tuple[str, float], ...] = ()  # (phase, seconds) before it was ready
     rewards: Rewards | None = None  # of a verifier pool

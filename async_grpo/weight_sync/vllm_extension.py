@@ -12,7 +12,7 @@ paused: this needs no second copy of the model, and cannot be undone once it has
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -38,11 +38,17 @@ from vllm.platforms import current_platform
 from async_grpo.model.policy import as_stored, stored_buffers
 from async_grpo.model.text_towers import text_name
 from async_grpo.model.weight_files import tensors_in
-from async_grpo.types import TensorMeta
+from async_grpo.types import TensorMeta, WeightSample
 from async_grpo.util.errors import WeightSyncError
 from async_grpo.weight_sync.buckets import dtype_name, view_tensor
 from async_grpo.weight_sync.routes import check_group
-from async_grpo.weight_sync.update_checks import ExpectedWeights, Readback
+from async_grpo.weight_sync.update_checks import (
+    ExpectedWeights,
+    Packed,
+    Readback,
+    check_samples,
+    unpack_samples,
+)
 
 BACKEND = "staged_file"
 TEXT_TOWER = "text_tower"  # the way to load the text model in one that also takes images or sound
@@ -59,6 +65,8 @@ class StagedFileEngine(NCCLWeightTransferEngine):
     supports_draft_weight_update = False
     _expected: ExpectedWeights | None = None
     _num_updates = 0
+    _is_partial = False
+    _samples: Sequence[WeightSample] = ()
     # Parameters that cannot be read back, found at the first update; None before it.
     unreadable: set[str] | None = None
 
@@ -68,14 +76,20 @@ class StagedFileEngine(NCCLWeightTransferEngine):
         super().init_transfer_engine(init_info)
         check_group(self.model_update_group)
 
-    def expect(self, tensors: list[list]) -> None:
-        """Raise `WeightSyncError` unless these are exactly the model's parameters."""
+    def expect(self, tensors: list[list], rest_of_folder: bool) -> None:
+        """Raise `WeightSyncError` unless these are the model's parameters, or some of them."""
         if self._expected is None:
             dtype = dtype_name(self.model_config.dtype)
             # vLLM compiles a model of transformers when it is built, and needs its configuration.
             with set_current_vllm_config(self.vllm_config):
                 self._expected = ExpectedWeights.read(self.model_config.model, dtype=dtype)
-        self._expected.check(_metas(tensors))
+        rest_of = Path(self.model_config.model) if rest_of_folder else None
+        self._expected.check(_metas(tensors), rest_of=rest_of)
+
+    def announce(self, rest_of_folder: bool, samples: Iterable[Packed]) -> None:
+        """Called before weights are loaded; see `WeightsSnapshot`."""
+        self._is_partial = rest_of_folder
+        self._samples = unpack_samples(samples)
 
     def start_weight_update(self) -> None:
         self._staged: dict[str, torch.Tensor] = {}
@@ -123,7 +137,7 @@ class StagedFileEngine(NCCLWeightTransferEngine):
         self.set_weight_update_target(recorder, self.model_config)
         with torch.no_grad():
             super().update_weights(update_info)
-            for pair in self._untrained():
+            for pair in self._others():
                 recorder.load_stored(iter([pair]))
         self.reset_weight_update_target()
         self._loaded = recorder.loaded
@@ -134,7 +148,7 @@ class StagedFileEngine(NCCLWeightTransferEngine):
             if self._staged:
                 self._begin_loading()
                 through = self._readback.through(self._staged.items())
-                stored = chain(self._as_stored(through), self._untrained())
+                stored = chain(self._as_stored(through), self._others())
                 self._loaded = self.model.load_weights(stored)
             self._check_received()
             super().finish_weight_update()
@@ -153,9 +167,13 @@ class StagedFileEngine(NCCLWeightTransferEngine):
         for name, tensor in published:
             yield from as_stored(self._outline, name, tensor).items()
 
-    def _untrained(self) -> Tensors:
-        """What vLLM needs besides, from the model's files."""
+    def _others(self) -> Tensors:
+        """What vLLM needs besides what `through` has seen, from the model's files."""
         others = {name for name, _ in self._as_stored(stored_buffers(self._outline))}
+        if self._is_partial:
+            assert self._expected is not None
+            unsent = self._expected.shapes.keys() - self._readback.sent
+            others |= self._expected.stored_names(unsent)
         if others:
             yield from tensors_in(Path(self.model_config.model), among=others)
 
@@ -186,6 +204,15 @@ class StagedFileEngine(NCCLWeightTransferEngine):
                 f"parameters read back other than they were sent, such as {min(stale)!r}: "
                 "start the worker again"
             )
+        self._check_samples()
+
+    def _check_samples(self) -> None:
+        if not self._samples:
+            return
+        assert self._expected is not None and self.unreadable is not None
+        with torch.no_grad():
+            counts = self._readback.differing_samples(self._samples, self._expected.shapes)
+        check_samples({n: count for n, count in counts.items() if n not in self.unreadable})
 
     def discard(self) -> None:
         """Forget an update that will not be finished."""
@@ -271,9 +298,13 @@ class WeightsExtension:
         on_cuda = device.type == "cuda"
         return str(torch.cuda.get_device_properties(device).uuid) if on_cuda else ""
 
-    def expect_weights(self, tensors: list[list]) -> None:
-        """Raise `WeightSyncError` unless `tensors` are the model's parameters; changes nothing."""
-        self.weight_transfer_engine.expect(tensors)  # type: ignore[attr-defined]
+    def expect_weights(self, tensors: list[list], rest_of_folder: bool) -> None:
+        """See `StagedFileEngine.expect`; changes nothing."""
+        self.weight_transfer_engine.expect(tensors, rest_of_folder)  # type: ignore[attr-defined]
+
+    def announce_weights(self, rest_of_folder: bool, samples: list[Packed]) -> None:
+        """See `StagedFileEngine.announce`."""
+        self.weight_transfer_engine.announce(rest_of_folder, samples)  # type: ignore[attr-defined]
 
     def unreadable_weights(self) -> list[str]:
         """The parameters for which a missed update cannot be detected."""

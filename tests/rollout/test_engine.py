@@ -18,9 +18,10 @@ from engine_stack import (
     make_request,
     until_all_have_tokens,
 )
-from tiny_models import load_model, make_model, snapshot_of
+from tiny_models import load_model, make_model, samples_of, snapshot_of
 from transformers import AutoTokenizer
 
+from async_grpo.rollout.engine import EngineBrokenError
 from async_grpo.types import VersionSpan, WeightsDelta, WeightsVersion
 from async_grpo.util.errors import ConfigError, WeightSyncError, WorkerError
 from async_grpo.weight_sync.buckets import owner_of
@@ -131,6 +132,40 @@ def test_a_sender_that_dies_midway_leaves_the_old_weights_serving(stack):
     assert stack.error_of(stack.generate()[0], FIRST) <= TOLERANCE
     stack.serve(SECOND)
     assert stack.error_of(stack.generate()[0], SECOND) <= TOLERANCE
+
+
+def touched(stack, version, *, touches):
+    """The model of which some parameters were trained, and a snapshot of those alone."""
+    model, changed = load_model(stack.folder), stack.models[version].state_dict()
+    trained = {name: changed[name] for name, _ in model.named_parameters() if touches in name}
+    model.load_state_dict(model.state_dict() | trained)
+    snapshot = snapshot_of(trained.items(), version.batches)
+    samples = samples_of(trained.items(), seed=version.batches)
+    return model, dataclasses.replace(snapshot, rest_of_folder=True, samples=samples)
+
+
+@pytest.mark.parametrize("touches", ["q_proj", "mlp"])
+def test_weights_of_which_a_part_is_sent_are_those_of_the_folder_elsewhere(stack, touches):
+    stack.serve(SECOND)
+    version = WeightsVersion(0, 3)
+    stack.models[version], snapshot = touched(stack, version, touches=touches)
+    stack.load(snapshot)
+    for completion in stack.generate():
+        assert stack.error_of(completion, version) <= TOLERANCE
+    with pytest.raises(WeightSyncError, match="are missing"):
+        stack.load(dataclasses.replace(snapshot, rest_of_folder=False))
+    del stack.models[version]
+
+
+def test_samples_tell_of_a_wrong_collection_whose_bytes_are_whole(stack):
+    stack.serve(FIRST)
+    _, snapshot = touched(stack, SECOND, touches="mlp")
+    wrong = [(name, 2 * p) for name, p in stack.models[SECOND].named_parameters() if "mlp" in name]
+    buckets = snapshot_of(wrong, 1).buckets  # of a trainer that doubles
+    with pytest.raises(EngineBrokenError, match=r"samples of 6 tensors differ, 25 of 'model\.lay"):
+        stack.load(dataclasses.replace(snapshot, buckets=buckets))
+    stack.run(stack.engine._llm.collective_rpc("discard_weight_update"))
+    stack.load(snapshot)
 
 
 def test_only_the_contracts_stop_ids_end_an_output_and_they_are_its_last_token(stack):

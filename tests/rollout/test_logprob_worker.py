@@ -50,8 +50,9 @@ class Reference:
         return self.value
 
 
-def snapshot(version, *, names=lambda name: name):
-    tensors = ((names(name), p) for name, p in MODELS[version].named_parameters())
+def snapshot(version, *, names=lambda name: name, among=""):
+    named = MODELS[version].named_parameters()
+    tensors = ((names(name), p) for name, p in named if among in name)
     put = lambda data: Reference(data.copy())  # noqa: E731
     found = pack(tensors, put=put, version=version, bucket_bytes=8_000)
     assert len(found.buckets) > 3
@@ -137,10 +138,10 @@ async def start_loading(worker, version):
     """(the task that loads new weights, an event that lets it end); it has the model already."""
     started, finish, load = threading.Event(), threading.Event(), worker._scorer.load
 
-    def slow(tensors):
+    def slow(tensors, **options):
         started.set()
         assert finish.wait(60)
-        load(tensors)
+        load(tensors, **options)
 
     worker._scorer.load = slow
     loading = asyncio.create_task(worker.load_weights(snapshot(version)))
@@ -169,6 +170,27 @@ def test_requests_that_come_while_weights_load_are_answered_afterwards(worker):
     ack, scores = asyncio.run(scenario())
     assert ack.version == SECOND
     assert error_of(request, scores) < 1e-5
+
+
+def test_weights_that_are_not_sent_stay_those_of_the_folder(worker, folder):
+    some = dataclasses.replace(snapshot(SECOND, among="mlp"), rest_of_folder=True)
+    asyncio.run(worker.load_weights(some))
+    own, sent = tiny_model(tied=True, seed=0).state_dict(), MODELS[SECOND].state_dict()
+    assert 0 < sum("mlp" in name for name in own) < len(own)
+    for name, parameter in worker._scorer.policy.model.named_parameters():
+        assert torch.equal(parameter, (sent if "mlp" in name else own)[name])
+
+
+def test_some_weights_are_refused_where_the_others_are_no_longer_the_folders(worker):
+    asyncio.run(worker.load_weights(snapshot(FIRST)))
+    some = dataclasses.replace(snapshot(SECOND, among="mlp"), rest_of_folder=True)
+    with pytest.raises(WeightSyncError, match="all were sent before: start the worker again"):
+        asyncio.run(worker.load_weights(some))
+
+
+def test_a_logprob_worker_takes_no_adapter(worker):
+    with pytest.raises(WeightSyncError, match="publish them merged"):
+        asyncio.run(worker.load_weights(dataclasses.replace(snapshot(FIRST), adapter="{}")))
 
 
 def test_nobody_gets_scores_of_other_weights_than_were_asked(worker):

@@ -7,7 +7,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from async_grpo.types import CanaryRow, WeightsVersion
+from async_grpo.types import CanaryRow, WeightSample, WeightsVersion
 from async_grpo.weight_sync.buckets import pack
 
 VOCABULARY = {"<pad>": 0, "<eos>": 1, "<unk>": 2} | {chr(48 + i): 3 + i for i in range(75)}
@@ -70,3 +70,15 @@ def snapshot_of(named_tensors, batches, *, canary=()):
     version = WeightsVersion(0, batches)
     snapshot = pack(iter(named_tensors), put=np.copy, version=version, bucket_bytes=40_000)
     return replace(snapshot, canary=canary)
+
+
+def samples_of(named_tensors, *, seed=0, num=5):
+    """Some rows and columns of each tensor, as a trainer samples them."""
+    rng = np.random.default_rng(seed)
+    samples = []
+    for name, tensor in named_tensors:
+        chosen = [np.sort(rng.permutation(size)[:num]) for size in tensor.shape]
+        values = tensor.detach().float().numpy()[np.ix_(*chosen)]
+        rows, columns = chosen if len(chosen) > 1 else (*chosen, np.empty(0, np.int64))
+        samples.append(WeightSample(name, rows, columns, values))
+    return tuple(samples)

@@ -2,6 +2,7 @@
 
 import pytest
 from oracle import tiny_model
+from safetensors.torch import load_file, save_file
 
 from async_grpo.types import TensorMeta
 from async_grpo.util.errors import WeightSyncError
@@ -55,3 +56,24 @@ def test_names_and_shapes_are_those_that_the_trainer_publishes(tmp_path, tied):
     found = ExpectedWeights.read(str(tmp_path), dtype="float32")
     assert found.shapes == {name: tuple(p.shape) for name, p in model.named_parameters()}
     assert ("lm_head.weight" in found.shapes) is not tied
+
+
+def test_parameters_that_are_not_sent_are_to_be_in_the_folder_under_their_names(tmp_path):
+    model = tiny_model(tied=True)
+    model.save_pretrained(tmp_path)
+    found = ExpectedWeights.read(str(tmp_path), dtype="float32")
+    some = [
+        TensorMeta(name, "float32", tuple(each.shape), 0)
+        for name, each in model.named_parameters()
+        if "q_proj" in name
+    ]
+    with pytest.raises(WeightSyncError, match="are missing"):
+        found.check(some)
+    found.check(some, rest_of=tmp_path)
+    with pytest.raises(WeightSyncError, match="which it lacks"):
+        found.check([*some, meta("layers.9.weight")], rest_of=tmp_path)
+    held = load_file(tmp_path / "model.safetensors")
+    held["renamed"] = held.pop("model.norm.weight")
+    save_file(held, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(WeightSyncError, match=r"lacks 1 by name, such as 'model\.norm\.weight'"):
+        found.check(some, rest_of=tmp_path)

@@ -2,15 +2,25 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from tiny_models import samples_of
 from torch import nn
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+from async_grpo.types import WeightSample
 from async_grpo.util.errors import WeightSyncError
 from async_grpo.weight_sync import update_checks as readback
-from async_grpo.weight_sync.update_checks import NUM_READ, ExpectedWeights, Readback
+from async_grpo.weight_sync.update_checks import (
+    NUM_READ,
+    ExpectedWeights,
+    Readback,
+    check_samples,
+    pack_samples,
+    unpack_samples,
+)
 from async_grpo.weight_sync.vllm_extension import StagedFileEngine
 
 HIDDEN, VOCABULARY, PADDED = 24, 50, 64
@@ -142,6 +152,57 @@ def test_a_tied_head_that_multiplies_by_its_old_copy_is_told():
     reading = Readback(model, seed=0)
     list(reading.through(sent.items()))
     assert reading.differing() == ["model.embed.weight"]
+
+
+def told_by_samples(sent, held, **options):
+    reading = Readback(live(held, **options), seed=0)
+    packed = pack_samples(samples_of(sent.items()))
+    shapes = {name: tuple(tensor.shape) for name, tensor in sent.items()}
+    return reading.differing_samples(unpack_samples(packed), shapes)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("packed", [False, True])
+def test_samples_of_the_trainer_tell_of_each_parameter_that_differs(packed, dtype):
+    sent, old = weights(1), weights(2)
+    right = {name: tensor.to(dtype) for name, tensor in sent.items()}
+    assert told_by_samples(sent, right, packed=packed) == {}
+    for name, tensor in sent.items():
+        counts = told_by_samples(sent, right | {name: old[name].to(dtype)}, packed=packed)
+        places = 2 if "embed" in name else 1  # the head is tied
+        assert counts == {name: 5**tensor.ndim * places}
+    checked = dict.fromkeys(sent, 25)
+    with pytest.raises(WeightSyncError, match=r"samples of 9 tensors differ, 25 of 'model\.attn"):
+        check_samples(checked)
+
+
+def test_each_process_checks_the_samples_of_its_own_shard_and_together_they_check_all():
+    sent, old = weights(1), weights(2)
+    for name in sent:
+        told = [
+            told_by_samples(sent, sent | {name: old[name]}, rank=rank, size=2) for rank in range(2)
+        ]
+        held_by_all = name == "model.norm.weight"
+        number = sum(each[name] for each in told) / (2 if held_by_all else 1)
+        assert number == told_by_samples(sent, sent | {name: old[name]})[name]
+
+
+def test_a_sample_of_a_parameter_that_no_model_has_is_told():
+    shapes = {}
+    samples = samples_of([("model.layers.9.weight", torch.ones(7, 7))])
+    reading = Readback(live(weights(1)), seed=0)
+    assert reading.differing_samples(samples, shapes) == {"model.layers.9.weight": 25}
+
+
+def test_samples_of_experts_are_counted_over_all_of_them():
+    experts = Layer(torch.arange(24.0).view(2, 3, 4))
+    place = readback._Place(experts, "weight", 0, 2, is_packed=False)
+    rows, columns = readback._indices((2, 3, 4), place)
+    sample = WeightSample("w", np.array([4, 1]), np.array([3]), np.float32([[19], [7]]))
+    assert readback._num_differing(place, sample, rows, columns) == 0
+    assert (
+        readback._num_differing(place, sample._replace(rows=np.array([1, 4])), rows, columns) == 2
+    )
 
 
 def test_what_vllm_holds_otherwise_is_left_out_by_name():
