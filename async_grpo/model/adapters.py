@@ -9,42 +9,23 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import Linear, LoraLayer
 from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME, ModulesToSaveWrapper
 from safetensors import safe_open
-from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from async_grpo.config.option import names_in
 from async_grpo.config.training_options import ALTERS_BASE, AdapterOptions
 from async_grpo.model.foreign_folders import stated_config
-from async_grpo.model.loading import (
-    CPU,
-    EAGER,
-    FOREIGN,
-    TOLERANCE,
-    VOCAB_SIZE,
-    probe_pairs,
-    scores_alone,
-    small_model,
-)
-from async_grpo.model.model_folder import read_config
 from async_grpo.model.policy import PolicyModel, hf_named_parameters, trained_parameters
 from async_grpo.model.weight_files import (
     local_part,
-    materialise,
-    outline,
-    own_rows,
     read_into,
-    slices_of,
 )
 from async_grpo.util.errors import UnfitModel
 
@@ -59,14 +40,6 @@ KNOWN = {
     "fan_in_fan_out", "lora_dropout", "init_lora_weights", "base_model_name_or_path", "revision",
     "task_type", "inference_mode", "auto_mapping", "peft_version", "peft_type",
 }  # fmt: skip
-Make = Callable[[], Tensor]
-
-
-class Served(NamedTuple):
-    """A tensor that leaves the trainer."""
-
-    shape: tuple[int, ...]  # of the whole
-    make: Make  # returns it, sharded by rows as its parameter is; valid until the next step
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +105,7 @@ class Adapter:
         """Give both factors the values that peft draws, on the host and whole on each rank."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
-            for _, layer in _layers(policy):
+            for _, layer in adapted_layers(policy):
                 for factor in (layer.lora_A, layer.lora_B):
                     factor.to_empty(device="cpu")
                 layer.reset_lora_parameters(NAME, self.config.init_lora_weights)
@@ -160,7 +133,7 @@ class Adapter:
         for name, parameter in trained_parameters(policy):
             if SAVED in name:
                 local_part(parameter).copy_(local_part(own[name.replace(SAVED, ".")]))
-        for path, layer in _layers(policy):
+        for path, layer in adapted_layers(policy):
             if layer.use_dora[NAME]:  # B is 0
                 norms = local_part(own[f"{path}.weight"]).float().norm(dim=1)
                 local_part(layer.lora_magnitude_vector[NAME].weight).copy_(norms)
@@ -206,40 +179,13 @@ def base_dtype(path: str, compute: torch.dtype) -> torch.dtype:
     return compute if is_half and compute == torch.bfloat16 else torch.float32
 
 
-@torch.no_grad()
-def check_adapter(path: str, adapter: Adapter) -> None:
-    """Raise `UnfitModel` unless a model with the adapter computes what a merged one does.
-
-    A small random model of the config's architecture is asked: some read a layer's weight without
-    calling the layer, where an adapter would train without effect.
-    """
-    config = read_config(Path(path))
-    policy = PolicyModel(outline(config, attention=EAGER, dtype=torch.float32))
-    adapter.inject(policy)
-    targets = sorted({name.rpartition(".")[2] for name, _ in _layers(policy)})
-    tried = LoraConfig(r=4, target_modules=targets, use_dora=adapter.config.use_dora)
-    pairs, probe = probe_pairs(VOCAB_SIZE), Adapter(tried, adapter.seed, None)
-    try:
-        small = PolicyModel(small_model(config))
-        probe.inject(small)
-        materialise(small, CPU, parameters_on=CPU)
-        probe.fill(small)
-        for _, layer in _layers(small):
-            layer.lora_B[NAME].weight.normal_()
-        merged = small_model(config)
-        held = dict(merged.named_parameters())
-        for name, each in changed(small).items():
-            held[name].copy_(each.make())
-        off_by = (scores_alone(small.model, pairs) - scores_alone(merged, pairs)).abs().max().item()
-        found = "" if off_by <= TOLERANCE else f"it is off by {off_by:.2g} nats"
-    except FOREIGN as error:  # of the code of any model
-        found = f"it raises {error!r}"
-    if found:
-        raise UnfitModel(
-            "a model with an adapter must compute what one with merged weights does, with adapters "
-            f"of {', '.join(targets)} in {path} ({config.model_type}) {found}: give --lora-targets "
-            "without the layer that it computes otherwise"
-        )
+def adapter_text(policy: PolicyModel) -> str:
+    """The adapter_config.json of a policy's adapter, as stock peft and vLLM read it."""
+    assert policy.adapter is not None
+    found = policy.adapter.to_dict() | {"inference_mode": True}
+    kept = {name: found[name] for name in sorted(KNOWN & found.keys())}
+    ordered = (sorted(v) if isinstance(v, set) else v for v in kept.values())
+    return json.dumps(dict(zip(kept, ordered, strict=True)), indent=2)
 
 
 def in_file(name: str) -> str:
@@ -256,115 +202,6 @@ def in_file(name: str) -> str:
     return IN_FILE + name.replace(SAVED, ".").replace(f".{NAME}.", ".")
 
 
-def served(policy: PolicyModel, *, divided: bool = False) -> dict[str, Served]:
-    """Every parameter as a checkpoint of the model names it, an adapter merged into it; collective.
-
-    `divided`: where each rank holds all of the model, its own rows only.
-    """
-    cut = own_rows if divided else _itself
-    found = {
-        name: Served(tuple(each.shape), partial(_detached, each, cut))
-        for name, each in hf_named_parameters(policy)
-    }
-    return found | changed(policy, divided=divided) if policy.adapter else found
-
-
-def changed(policy: PolicyModel, *, divided: bool = False) -> dict[str, Served]:
-    """As `served`, of parameters that an adapter changes alone; collective."""
-    cut = own_rows if divided else _itself
-    found: dict[str, Served] = {}
-    for path, layer in _layers(policy):
-        whole = _Factors.of(layer)
-        weight = layer.base_layer.weight
-        found[f"{path}.weight"] = Served(tuple(weight.shape), partial(whole.merged, weight, cut))
-    for name, each in trained_parameters(policy):
-        if SAVED in name:
-            own = name.replace(SAVED, ".")
-            found[own] = Served(tuple(each.shape), partial(_detached, each, cut))
-    return found
-
-
-def adapter_alone(policy: PolicyModel, *, divided: bool = False) -> dict[str, Served]:
-    """The trained parameters as peft's file names them."""
-    cut = own_rows if divided else _itself
-    return {
-        in_file(name): Served(tuple(each.shape), partial(_detached, each, cut))
-        for name, each in trained_parameters(policy)
-    }
-
-
-class FlatShards(Sequence[Tensor]):
-    """This rank's part of each tensor, flat; made when it is asked for, the last one is kept."""
-
-    def __init__(self, tensors: dict[str, Served]) -> None:
-        self._makes = [each.make for each in tensors.values()]
-        self._last = -1, torch.empty(0)
-
-    def __len__(self) -> int:
-        return len(self._makes)
-
-    def __getitem__(self, index: int) -> Tensor:  # type: ignore[override]
-        if self._last[0] != index:
-            self._last = index, local_part(self._makes[index]()).reshape(-1)
-        return self._last[1]
-
-
-class _Factors(NamedTuple):
-    """What a layer's adapter adds to its weight, whole on every rank."""
-
-    a: Tensor  # [r, in]
-    b: Tensor  # [out, r], scaled
-    magnitude: Tensor | None  # [out], of DoRA
-    is_transposed: bool  # the weight is [in, out]
-
-    @classmethod
-    def of(cls, layer: Linear) -> _Factors:
-        """Collective."""
-        a, b = (_whole(each[NAME].weight).double() for each in (layer.lora_A, layer.lora_B))
-        vector = layer.lora_magnitude_vector
-        magnitude = _whole(vector[NAME].weight).double() if NAME in vector else None
-        return cls(a, b * layer.scaling[NAME], magnitude, layer.fan_in_fan_out)
-
-    @torch.no_grad()
-    def merged(self, weight: Tensor, cut: Callable[[Tensor], Tensor]) -> Tensor:
-        """The weight with the adapter: a float32 sum of a product in float64.
-
-        So it is the same, but for one number in 1e8, however the rows are cut.
-        """
-        part = cut(weight.detach())
-        held, rows = local_part(part), slices_of(part)[0]
-        left, right = (self.a.T, self.b.T) if self.is_transposed else (self.b, self.a)
-        change = left[rows].to(held.device) @ right.to(held.device)
-        wide = torch.promote_types(held.dtype, torch.float32)
-        found = held.to(wide) + change.to(wide)
-        if self.magnitude is not None:
-            norms = found.double().norm(dim=1, keepdim=True)
-            found = (found * (self.magnitude[rows, None].to(held.device) / norms)).to(wide)
-        return _like(found, part)
-
-
-def _layers(policy: PolicyModel) -> Iterator[tuple[str, Linear]]:
+def adapted_layers(policy: PolicyModel) -> Iterator[tuple[str, Linear]]:
+    """(name, layer) of those that have an adapter."""
     return (pair for pair in policy.model.named_modules() if isinstance(pair[1], Linear))
-
-
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-def _detached(parameter: Tensor, cut: Callable[[Tensor], Tensor]) -> Tensor:
-    return cut(parameter.detach())
-
-
-def _whole(parameter: Tensor) -> Tensor:
-    tensor = parameter.detach()
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def _like(local: Tensor, part: Tensor) -> Tensor:
-    """`local` as this rank's shard of a tensor that is sharded as `part` is."""
-    if not isinstance(part, DTensor):
-        return local
-    return DTensor.from_local(
-        local, part.device_mesh, part.placements, run_check=False, shape=part.shape,
-        stride=part.stride(),
-    )  # fmt: skip

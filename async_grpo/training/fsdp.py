@@ -29,8 +29,8 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
-from async_grpo.model.adapters import Served, served
 from async_grpo.model.policy import PolicyModel, trained_parameters
+from async_grpo.model.served import Served, served
 from async_grpo.model.weight_files import local_part, own_rows
 
 
