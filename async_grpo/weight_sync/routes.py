@@ -1,14 +1,15 @@
-"""The dtype of published weights, and whether a transport reaches the workers. Pure.
+"""The dtype of published weights, whether an adapter goes alone, and by which transport. Pure.
 
 A device is named by the identity that its driver gives it, which is the same in every process.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
-from async_grpo.config.roles import role_of
+from async_grpo.config.roles import GENERATION, role_of
+from async_grpo.config.train_config import TrainConfig
 from async_grpo.types import WorkerInfo
 from async_grpo.util.errors import ConfigError, WeightSyncError
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
 
 OBJECT_STORE = "object_store"
+SERVED_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # for which vLLM keeps room
 
 
 def published_dtype(workers: Iterable[WorkerInfo]) -> str:
@@ -33,6 +35,92 @@ def published_dtype(workers: Iterable[WorkerInfo]) -> str:
     """
     loading = (worker for worker in workers if role_of(worker.role).loads_weights)
     return "bfloat16" if {worker.dtype for worker in loading} == {"bfloat16"} else "float32"
+
+
+def publishes_adapter(
+    config: TrainConfig, adapter: Mapping[str, Any], workers: Iterable[WorkerInfo]
+) -> tuple[bool, str]:
+    """Whether workers are sent the run's adapter alone, not merged weights, and why, in words.
+
+    `adapter`: peft's configuration of it, by peft's names. Raises `ConfigError` where
+    --adapter-publication adapter is given and cannot be.
+    """
+    asked, workers = config.adapter.adapter_publication, tuple(workers)
+    if asked == "merged":
+        return False, "--adapter-publication is merged"
+    why, remedy = next(_why_merged(config, adapter, workers), ("", ""))
+    if why and asked == "adapter":
+        raise config.adapter.refusal("adapter_publication", f"must be merged: {why}", remedy)
+    if not why and asked == "auto" and all(each.dtype == "float32" for each in workers):
+        why = "a merge loses nothing in workers of float32"
+    return not why, why or "a merge would lose small updates of the weights, or is not wanted"
+
+
+def _why_merged(
+    config: TrainConfig, adapter: Mapping[str, Any], workers: Iterable[WorkerInfo]
+) -> Iterator[tuple[str, str]]:
+    """(why workers cannot be sent the adapter alone, what would change that)."""
+    if adapter.get("use_dora"):
+        yield "vLLM serves no adapter with --use-dora", "leave out one of the two"
+    if saved := adapter.get("modules_to_save"):
+        yield (
+            f"vLLM serves no other modules beside an adapter ({', '.join(saved)})",
+            ("leave out one of --modules-to-save and this"),
+        )
+    rank = adapter_rank(adapter)
+    if rank > SERVED_RANKS[-1]:
+        yield f"vLLM serves ranks up to {SERVED_RANKS[-1]}, this one is {rank}", "lower --lora-rank"
+    scores_reference = config.objective.kl_coefficient and not config.trainer_scores_reference
+    others = any(role_of(w.role).loads_weights and w.role != GENERATION for w in workers)
+    if scores_reference or others:
+        yield (
+            "a reference worker takes weights of the whole model",
+            ("--adapter-reference trainer and --kl-estimator k3 need none"),
+        )
+    num_loras = num_adapters(config)
+    for each in workers:
+        if each.role != GENERATION:
+            continue
+        if each.max_lora_rank < rank:
+            yield (
+                f"worker {each.worker_id} serves adapters up to rank {each.max_lora_rank}",
+                (f"start it with --max-lora-rank {served_rank(rank)}"),
+            )
+        if each.max_loras < num_loras:
+            yield (
+                (
+                    f"worker {each.worker_id} serves {each.max_loras} adapters at a time, and "
+                    f"{num_loras} versions may be in use"
+                ),
+                f"start it with --max-loras {num_loras}",
+            )
+
+
+def num_adapters(config: TrainConfig) -> int:
+    """Versions of an adapter that an engine serves at a time: of requests, and the next.
+
+    >>> num_adapters(TrainConfig(model_name_or_path="m", data_path="d", max_staleness=1))
+    3
+    """
+    return config.sampling.max_staleness + 2 + bool(config.evaluation_sets)
+
+
+def adapter_rank(adapter: Mapping[str, Any]) -> int:
+    """The largest rank of an adapter's layers.
+
+    >>> adapter_rank({"r": 8, "rank_pattern": {"q_proj": 16}})
+    16
+    """
+    return max(adapter["r"], *(adapter.get("rank_pattern") or {"": 0}).values())
+
+
+def served_rank(rank: int) -> int:
+    """The least rank for which an engine can keep room; 0: there is none.
+
+    >>> served_rank(8), served_rank(9), served_rank(513)
+    (8, 16, 0)
+    """
+    return next((each for each in SERVED_RANKS if each >= rank), 0)
 
 
 def check_route(transport: str, worker: WorkerInfo, *, sender: str) -> None:

@@ -4,9 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from async_grpo.config.train_config import TrainConfig
 from async_grpo.types import WorkerInfo
 from async_grpo.util.errors import ConfigError, WeightSyncError
-from async_grpo.weight_sync.routes import check_group, check_route
+from async_grpo.weight_sync.routes import check_group, check_route, publishes_adapter
 
 
 def worker(*devices):
@@ -45,3 +46,48 @@ def test_a_group_that_would_send_nothing_is_refused():
     for useless in (None, SimpleNamespace(disabled=True)):
         with pytest.raises(WeightSyncError, match="needs the NCCL library"):
             check_group(useless)
+
+
+def engine(role="generation", *, dtype="bfloat16", rank=16, loras=9):
+    return WorkerInfo("w7", role, "n", 1, dtype=dtype, max_lora_rank=rank, max_loras=loras)
+
+
+def published(*workers, adapter=None, **options):
+    config = TrainConfig(model_name_or_path="m", data_path="d", lora_rank=16, **options)
+    return publishes_adapter(config, {"r": 16} | (adapter or {}), workers)
+
+
+def test_an_adapter_goes_alone_where_a_merge_would_lose_small_updates():
+    assert published(engine())[0]
+    assert published(engine(dtype="float32"), engine(dtype="bfloat16"))[0]
+    assert published(engine(dtype="float32")) == (
+        False, "a merge loses nothing in workers of float32",
+    )  # fmt: skip
+    assert published(engine(dtype="float32"), adapter_publication="adapter")[0]
+    assert not published(engine(), adapter_publication="merged")[0]
+
+
+@pytest.mark.parametrize(
+    ("adapter", "workers", "options", "why"),
+    [
+        ({"use_dora": True}, [engine()], {}, "vLLM serves no adapter with --use-dora"),
+        ({"modules_to_save": ["norm"]}, [engine()], {}, "no other modules .*norm.*"),
+        ({"r": 600}, [engine(rank=512)], {}, "ranks up to 512, this one is 600"),
+        ({"rank_pattern": {"q_proj": 32}}, [engine()], {}, "up to rank 16.* --max-lora-rank 32"),
+        ({}, [engine(), engine(rank=0)], {}, "worker w7 serves adapters up to rank 0"),
+        ({}, [engine(loras=2)], {"max_staleness": 1}, "2 adapters at a time.* --max-loras 3"),
+        ({}, [engine(loras=2)], {"eval_data_path": "e"}, "2 adapters at a time, and 4 versions"),
+        ({}, [engine(), engine("reference")], {}, "a reference worker takes weights"),
+        ({}, [engine()], {"kl_coefficient": 0.1, "adapter_reference": "worker"}, "a reference"),
+        ({}, [engine()], {"kl_coefficient": 0.1, "kl_estimator": "k1"}, "a reference worker"),
+    ],
+)  # fmt: skip
+def test_weights_are_merged_where_an_adapter_alone_would_not_do(adapter, workers, options, why):
+    goes_alone, told = published(*workers, adapter=adapter, **options)
+    assert not goes_alone and why.split(".*")[0] in told
+    with pytest.raises(ConfigError, match=f"--adapter-publication must be merged: .*{why}"):
+        published(*workers, adapter=adapter, adapter_publication="adapter", **options)
+
+
+def test_the_trainers_own_reference_needs_no_merged_weights():
+    assert published(engine(), kl_coefficient=0.1)[0]
