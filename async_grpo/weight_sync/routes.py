@@ -46,14 +46,18 @@ def publishes_adapter(
     --adapter-publication adapter is given and cannot be.
     """
     asked, workers = config.adapter.adapter_publication, tuple(workers)
-    if asked == "merged":
-        return False, "--adapter-publication is merged"
     why, remedy = next(_why_merged(config, adapter, workers), ("", ""))
+    if asked == "merged":
+        why = "--adapter-publication is merged"
     if why and asked == "adapter":
         raise config.adapter.refusal("adapter_publication", f"must be merged: {why}", remedy)
-    if not why and asked == "auto" and all(each.dtype == "float32" for each in workers):
-        why = "a merge loses nothing in workers of float32"
-    return not why, why or "a merge would lose small updates of the weights, or is not wanted"
+    of_adapters = [each.worker_id for each in workers if each.max_lora_rank]
+    if why and of_adapters:  # vLLM cannot load weights into the layers of such an engine
+        raise ConfigError(
+            "--max-lora-rank is for workers that are sent adapters alone, this run's is merged "
+            f"({why}), got worker {of_adapters[0]}: start it without"
+        )
+    return not why, why or "they are started for it, and a merge would round its change away"
 
 
 def _why_merged(
@@ -76,6 +80,12 @@ def _why_merged(
         yield (
             "a reference worker takes weights of the whole model",
             ("--adapter-reference trainer and --kl-estimator k3 need none"),
+        )
+    dtypes = sorted({each.dtype for each in workers if each.role == GENERATION})
+    if len(dtypes) > 1:
+        yield (
+            f"it would be rounded otherwise in workers of {' and '.join(dtypes)}",
+            "give one --dtype",
         )
     num_loras = num_adapters(config)
     for each in workers:

@@ -57,14 +57,12 @@ def published(*workers, adapter=None, **options):
     return publishes_adapter(config, {"r": 16} | (adapter or {}), workers)
 
 
-def test_an_adapter_goes_alone_where_a_merge_would_lose_small_updates():
-    assert published(engine())[0]
-    assert published(engine(dtype="float32"), engine(dtype="bfloat16"))[0]
-    assert published(engine(dtype="float32")) == (
-        False, "a merge loses nothing in workers of float32",
-    )  # fmt: skip
-    assert published(engine(dtype="float32"), adapter_publication="adapter")[0]
-    assert not published(engine(), adapter_publication="merged")[0]
+def test_an_adapter_goes_alone_to_workers_that_are_started_for_it():
+    assert published(engine(), engine())[0]
+    assert published(engine(dtype="float32"))[0]
+    assert not published(engine(rank=0))[0]
+    with pytest.raises(ConfigError, match=r"--max-lora-rank is for .* is merged.* w7: start it w"):
+        published(engine(), adapter_publication="merged")
 
 
 @pytest.mark.parametrize(
@@ -77,14 +75,15 @@ def test_an_adapter_goes_alone_where_a_merge_would_lose_small_updates():
         ({}, [engine(), engine(rank=0)], {}, "worker w7 serves adapters up to rank 0"),
         ({}, [engine(loras=2)], {"max_staleness": 1}, "2 adapters at a time.* --max-loras 3"),
         ({}, [engine(loras=2)], {"eval_data_path": "e"}, "2 adapters at a time, and 4 versions"),
+        ({}, [engine(), engine(dtype="float32")], {}, "workers of bfloat16 and float32"),
         ({}, [engine(), engine("reference")], {}, "a reference worker takes weights"),
         ({}, [engine()], {"kl_coefficient": 0.1, "adapter_reference": "worker"}, "a reference"),
         ({}, [engine()], {"kl_coefficient": 0.1, "kl_estimator": "k1"}, "a reference worker"),
     ],
 )  # fmt: skip
 def test_weights_are_merged_where_an_adapter_alone_would_not_do(adapter, workers, options, why):
-    goes_alone, told = published(*workers, adapter=adapter, **options)
-    assert not goes_alone and why.split(".*")[0] in told
+    with pytest.raises(ConfigError, match=f"--max-lora-rank .* is merged .*{why.split('.*')[0]}"):
+        published(*workers, adapter=adapter, **options)
     with pytest.raises(ConfigError, match=f"--adapter-publication must be merged: .*{why}"):
         published(*workers, adapter=adapter, adapter_publication="adapter", **options)
 
