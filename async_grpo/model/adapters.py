@@ -169,6 +169,7 @@ def read_adapter_config(folder: Path) -> LoraConfig:
     if config.lora_dropout:  # a trained token's ratio would not be 1 on policy
         logger.info("lora_dropout=%s of %s is switched off", config.lora_dropout, folder)
         config.lora_dropout = 0.0
+    config.inference_mode = False  # as peft saves it: it would freeze the adapter too
     return config
 
 

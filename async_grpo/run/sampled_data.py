@@ -181,7 +181,10 @@ class SampledData(Iterator[StreamItem]):
         canary = score_canary(self._learner, weights.canary)
         self._collected, facts = self._collect(num_batches), {}
         if policy.adapter:
-            own = samples(policy, alone=self._alone, dtype=self._dtype, seed=num_batches)
+            own = samples(
+                policy, alone=self._alone, dtype=self._dtype, seed=num_batches,
+                num_ranks=self._ranks.world_size,
+            )  # fmt: skip
             found, lost, total = zip(*self._ranks.gather(own), strict=True)
             facts = {
                 "samples": tuple(sample for of_rank in found for sample in of_rank),
