@@ -15,18 +15,17 @@ from pathlib import Path
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
-from peft.tuners.lora import Linear, LoraLayer
+from peft.tuners.lora import Linear, LoraLayer, ParamWrapper
 from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME, ModulesToSaveWrapper
 from safetensors import safe_open
+from torch import Tensor
 
 from async_grpo.config.option import names_in
 from async_grpo.config.training_options import ALTERS_BASE, AdapterOptions
 from async_grpo.model.foreign_folders import stated_config
+from async_grpo.model.model_folder import read_config
 from async_grpo.model.policy import PolicyModel, hf_named_parameters, trained_parameters
-from async_grpo.model.weight_files import (
-    local_part,
-    read_into,
-)
+from async_grpo.model.weight_files import local_part, outline, read_into
 from async_grpo.util.errors import UnfitModel
 
 logger = logging.getLogger(__name__)
@@ -39,6 +38,7 @@ KNOWN = {
     "modules_to_save", "rank_pattern", "alpha_pattern", "layers_to_transform", "layers_pattern",
     "fan_in_fan_out", "lora_dropout", "init_lora_weights", "base_model_name_or_path", "revision",
     "task_type", "inference_mode", "auto_mapping", "peft_version", "peft_type",
+    "target_parameters",
 }  # fmt: skip
 
 
@@ -74,6 +74,13 @@ class Adapter:
             None,
         )
 
+    def outlined(self, path: str) -> PolicyModel:
+        """The policy in `path` with this adapter, without memory; raises as `inject` does."""
+        config = read_config(Path(path))
+        policy = PolicyModel(outline(config, attention="eager", dtype=torch.float32))
+        self.inject(policy)
+        return policy
+
     def inject(self, policy: PolicyModel) -> None:
         """Put the adapter into an outlined policy, which is frozen otherwise.
 
@@ -92,11 +99,13 @@ class Adapter:
         tied = {name.rpartition(".")[0] for name in (*ties, *ties.values())}
         for path, module in policy.model.named_modules():
             is_saved = isinstance(module, ModulesToSaveWrapper)
-            fits = isinstance(module, Linear) or (is_saved and path not in tied)
+            fits = isinstance(module, Linear | ParamWrapper) or (is_saved and path not in tied)
+            # The trainer multiplies by the weight of the head without calling it.
+            fits = fits and (is_saved or module is not policy.model.get_output_embeddings())
             if (is_saved or isinstance(module, LoraLayer)) and not fits:
                 raise UnfitModel(
-                    "an adapter must be of linear layers, or of modules that share no weights with "
-                    f"others, got {path} ({type(module).__name__}): leave it out"
+                    "an adapter must be of linear layers but for the head, of experts, or of modules "
+                    f"that share no weights with others, got {path} ({type(module).__name__}): leave it out"
                 )
         if self.folder is None:
             self._draw(policy)
@@ -105,7 +114,7 @@ class Adapter:
         """Give both factors the values that peft draws, on the host and whole on each rank."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
-            for _, layer in adapted_layers(policy):
+            for _, layer, _ in adapted_layers(policy):
                 for factor in (layer.lora_A, layer.lora_B):
                     factor.to_empty(device="cpu")
                 layer.reset_lora_parameters(NAME, self.config.init_lora_weights)
@@ -133,9 +142,9 @@ class Adapter:
         for name, parameter in trained_parameters(policy):
             if SAVED in name:
                 local_part(parameter).copy_(local_part(own[name.replace(SAVED, ".")]))
-        for path, layer in adapted_layers(policy):
+        for _, layer, weight in adapted_layers(policy):
             if layer.use_dora[NAME]:  # B is 0
-                norms = local_part(own[f"{path}.weight"]).float().norm(dim=1)
+                norms = local_part(weight).float().norm(dim=1)
                 local_part(layer.lora_magnitude_vector[NAME].weight).copy_(norms)
 
 
@@ -153,9 +162,9 @@ def read_adapter_config(folder: Path) -> LoraConfig:
             f"an adapter's folder must hold peft's {CONFIG_NAME} and {SAFETENSORS_WEIGHTS_NAME}, "
             f"{folder} does not: {error}"
         ) from error
-    usual, found = vars(LoraConfig(peft_type="LORA")), vars(config)
+    usual, found = vars(LoraConfig()), dict(vars(config))
     odd = sorted(n for n in found.keys() & stated.keys() - KNOWN if found[n] != usual[n])
-    if str(config.peft_type).rpartition(".")[2] != "LORA":
+    if (found["peft_type"] := stated.get("peft_type", "LORA")) != "LORA":
         odd = ["peft_type"]
     if str(config.init_lora_weights).lower().startswith(ALTERS_BASE):
         odd = ["init_lora_weights"]
@@ -203,6 +212,11 @@ def in_file(name: str) -> str:
     return IN_FILE + name.replace(SAVED, ".").replace(f".{NAME}.", ".")
 
 
-def adapted_layers(policy: PolicyModel) -> Iterator[tuple[str, Linear]]:
-    """(name, layer) of those that have an adapter."""
-    return (pair for pair in policy.model.named_modules() if isinstance(pair[1], Linear))
+def adapted_layers(policy: PolicyModel) -> Iterator[tuple[str, Linear | ParamWrapper, Tensor]]:
+    """(name of a parameter that an adapter changes, its layer, the parameter itself)."""
+    for path, layer in policy.model.named_modules():
+        own = path.replace(".base_layer", "")
+        if isinstance(layer, Linear):
+            yield f"{own}.weight", layer, layer.base_layer.weight
+        elif isinstance(layer, ParamWrapper):  # of experts, or of a router
+            yield f"{own}.{layer.parameter_name}", layer, layer.get_param()

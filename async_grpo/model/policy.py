@@ -185,7 +185,7 @@ def hf_named_parameters(policy: PolicyModel) -> Iterator[tuple[str, Tensor]]:
         if policy.adapter is None:
             yield name, parameter
         elif not parameter.requires_grad:
-            yield name.replace(".base_layer.", ".").replace(".original_module.", "."), parameter
+            yield name.replace(".base_layer", "").replace(".original_module", ""), parameter
 
 
 def trained_parameters(policy: PolicyModel) -> Iterator[tuple[str, Tensor]]:

@@ -7,6 +7,7 @@ apart from what is sent, and an adapter that changes every output, for the start
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -16,14 +17,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from peft import LoraConfig
-from peft.tuners.lora import Linear
+from peft.tuners.lora import Linear, ParamWrapper
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from async_grpo.model.adapters import NAME, SAVED, Adapter, adapted_layers, in_file
 from async_grpo.model.loading import (
     CPU,
-    EAGER,
     FOREIGN,
     TOLERANCE,
     VOCAB_SIZE,
@@ -33,7 +33,7 @@ from async_grpo.model.loading import (
 )  # fmt: skip
 from async_grpo.model.model_folder import read_config
 from async_grpo.model.policy import PolicyModel, hf_named_parameters, trained_parameters
-from async_grpo.model.weight_files import local_part, materialise, outline, own_rows, slices_of
+from async_grpo.model.weight_files import local_part, materialise, own_rows, slices_of
 from async_grpo.types import WeightSample
 from async_grpo.util.errors import UnfitModel
 
@@ -67,10 +67,9 @@ def changed(policy: PolicyModel, *, divided: bool = False) -> dict[str, Served]:
     """As `served`, of parameters that an adapter changes alone; collective."""
     cut = own_rows if divided else _itself
     found: dict[str, Served] = {}
-    for path, layer in adapted_layers(policy):
+    for name, layer, weight in adapted_layers(policy):
         whole = _Factors.of(layer)
-        weight = layer.base_layer.weight
-        found[f"{path}.weight"] = Served(tuple(weight.shape), partial(whole.merged, weight, cut))
+        found[name] = Served(tuple(weight.shape), partial(whole.merged, weight, cut))
     for name, each in trained_parameters(policy):
         if SAVED in name:
             own = name.replace(SAVED, ".")
@@ -104,20 +103,24 @@ class FlatShards(Sequence[Tensor]):
 
 
 class _Factors(NamedTuple):
-    """What a layer's adapter adds to its weight, whole on every rank."""
+    """What an adapter adds to a parameter, left @ right, whole on every rank, in float64."""
 
-    a: Tensor  # [r, in]
-    b: Tensor  # [out, r], scaled
+    left: Tensor  # [out, r], scaled; of experts [E, out, r]
+    right: Tensor  # [r, in]; of experts [E, r, in]
     magnitude: Tensor | None  # [out], of DoRA
-    is_transposed: bool  # the weight is [in, out]
 
     @classmethod
-    def of(cls, layer: Linear) -> _Factors:
+    def of(cls, layer: Linear | ParamWrapper) -> _Factors:
         """Collective."""
         a, b = (_whole(each[NAME].weight).double() for each in (layer.lora_A, layer.lora_B))
+        b = b * layer.scaling[NAME]
+        if experts := getattr(layer, "num_experts", 1) - 1 and layer.num_experts:  # as peft cuts
+            a = a.reshape(experts, -1, a.shape[-1])
+            b = b.reshape(len(b), -1, experts).permute(2, 0, 1)
+        is_turned = layer.fan_in_fan_out or (a.ndim > 2 and not layer._did_swap_in_out_features)
         vector = layer.lora_magnitude_vector
         magnitude = _whole(vector[NAME].weight).double() if NAME in vector else None
-        return cls(a, b * layer.scaling[NAME], magnitude, layer.fan_in_fan_out)
+        return cls(*((a.mT, b.mT) if is_turned else (b, a)), magnitude)
 
     @torch.no_grad()
     def merged(self, weight: Tensor, cut: Callable[[Tensor], Tensor]) -> Tensor:
@@ -127,8 +130,8 @@ class _Factors(NamedTuple):
         """
         part = cut(weight.detach())
         held, rows = local_part(part), slices_of(part)[0]
-        left, right = (self.a.T, self.b.T) if self.is_transposed else (self.b, self.a)
-        change = left[rows].to(held.device) @ right.to(held.device)
+        right = self.right[rows] if self.right.ndim > 2 else self.right
+        change = self.left[rows].to(held.device) @ right.to(held.device)
         wide = torch.promote_types(held.dtype, torch.float32)
         found = held.to(wide) + change.to(wide)
         if self.magnitude is not None:
@@ -185,8 +188,9 @@ Value = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # (numbers at rows x 
 
 
 def _merged(policy: PolicyModel) -> Iterator[tuple[str, Tensor, Value]]:
-    for path, layer in adapted_layers(policy):
-        yield f"{path}.weight", own_rows(layer.base_layer.weight.detach()), partial(_of, layer)
+    for name, layer, weight in adapted_layers(policy):
+        part = own_rows(weight.detach())
+        yield name, part, partial(_of, layer, part)
     for name, each in trained_parameters(policy):
         if SAVED in name:
             part = own_rows(each.detach())
@@ -194,21 +198,26 @@ def _merged(policy: PolicyModel) -> Iterator[tuple[str, Tensor, Value]]:
 
 
 def _alone(policy: PolicyModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor, Value]]:
-    scales = {f"{path}.lora_B.": layer.scaling[NAME] for path, layer in adapted_layers(policy)}
+    scales = {
+        id(layer.lora_B[NAME].weight): layer.scaling[NAME] for _, layer, _ in adapted_layers(policy)
+    }
     for name, each in trained_parameters(policy):
         part = own_rows(each.detach())
-        scale = scales.get(name.partition(NAME)[0], 1.0)
-        yield in_file(name), part, partial(_plain, part, dtype, scale)
+        yield in_file(name), part, partial(_plain, part, dtype, scales.get(id(each), 1.0))
 
 
-def _of(layer: Linear, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
+def _of(
+    layer: Linear | ParamWrapper, part: Tensor, rows: Tensor, columns: Tensor
+) -> tuple[Tensor, Tensor]:
     """W + s B A at rows and columns, and s B A there; of DoRA the rows have their magnitudes."""
-    part = own_rows(layer.base_layer.weight.detach())
-    held, first = local_part(part), slices_of(part)[0].start
-    whole = _Factors.of(layer)
-    left, right = (whole.a.T, whole.b.T) if whole.is_transposed else (whole.b, whole.a)
-    own = held[rows - first]
-    change = left[rows] @ right
+    whole, held = _Factors.of(layer), local_part(part)
+    left, right = whole.left.flatten(0, -2)[rows], whole.right
+    if right.ndim > 2:  # of each row its own expert's
+        each = rows // part.shape[1]
+        change = torch.einsum("kr,krn->kn", left, right[each])
+    else:
+        change = left @ right
+    own = held.flatten(0, -2)[rows - _first_row(part)]
     exact = own.to(torch.promote_types(own.dtype, torch.float32))
     exact = exact + change.to(exact.dtype)
     if whole.magnitude is not None:
@@ -217,18 +226,22 @@ def _of(layer: Linear, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
     return exact[:, columns], (exact - own)[:, columns]
 
 
+def _first_row(part: Tensor) -> int:
+    """The first row that this rank has of a tensor; of experts, rows of all count."""
+    return int(slices_of(part)[0].start * math.prod(part.shape[1:-1]))
+
+
 def _plain(
     part: Tensor, dtype: torch.dtype, scale: float, rows: Tensor, columns: Tensor
 ) -> tuple[Tensor, Tensor]:
-    first = slices_of(part)[0].start
-    held = local_part(part)[rows - first].to(dtype).float() * scale
+    held = local_part(part)[rows - _first_row(part)].to(dtype).float() * scale
     held = held[:, columns] if held.ndim > 1 else held
     return held, torch.zeros_like(held)
 
 
 def _chosen(name: str, part: Tensor, seed: int, *, num_rows: int) -> tuple[Tensor, Tensor]:
     """Some of this rank's rows of a tensor, and of its columns; other ones for each seed."""
-    rows = slices_of(part)[0]
+    of_one, own = math.prod(part.shape[1:-1]), slices_of(part)[0]
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
     generator = np.random.default_rng(int.from_bytes(digest[:8], "little"))
 
@@ -236,8 +249,8 @@ def _chosen(name: str, part: Tensor, seed: int, *, num_rows: int) -> tuple[Tenso
         drawn = generator.permutation(np.arange(start, stop))[:number]
         return torch.from_numpy(np.sort(drawn))
 
-    columns = some(0, part.shape[1], NUM_COLUMNS) if part.ndim > 1 else some(0, 0, 0)
-    return some(rows.start, rows.stop, num_rows), columns
+    columns = some(0, part.shape[-1], NUM_COLUMNS) if part.ndim > 1 else some(0, 0, 0)
+    return some(own.start * of_one, own.stop * of_one, num_rows), columns
 
 
 @contextmanager
@@ -249,14 +262,13 @@ def probing(policy: PolicyModel) -> Iterator[None]:
     kept = []
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        for _, layer in adapted_layers(policy):
+        for _, layer, weight in adapted_layers(policy):
             b = layer.lora_B[NAME].weight.detach()
             kept.append((local_part(b), local_part(b).clone()))
-            weight, a = (_whole(each.float().norm()) for each in (
-                layer.base_layer.weight.detach(), layer.lora_A[NAME].weight.detach()
-            ))  # fmt: skip
+            a = layer.lora_A[NAME].weight
+            sizes = [_whole(each.detach().float().norm()) for each in (weight, a)]
             # |B A| is about |A| times the root of the rows of B, for B of unit variance.
-            size = PROBE_SHARE * weight / (layer.scaling[NAME] * len(b) ** 0.5 * a)
+            size = PROBE_SHARE * sizes[0] / (layer.scaling[NAME] * len(b) ** 0.5 * sizes[1])
             drawn = torch.randn(b.shape)[slices_of(b)]
             local_part(b).copy_(size * drawn.to(size.device))
     try:
@@ -273,19 +285,23 @@ def check_adapter(path: str, adapter: Adapter) -> None:
     A small random model of the config's architecture is asked: some read a layer's weight without
     calling the layer, where an adapter would train without effect.
     """
-    config = read_config(Path(path))
-    policy = PolicyModel(outline(config, attention=EAGER, dtype=torch.float32))
-    adapter.inject(policy)
-    targets = sorted({name.rpartition(".")[2] for name, _ in adapted_layers(policy)})
-    tried = LoraConfig(r=4, target_modules=targets, use_dora=adapter.config.use_dora)
+    config, policy = read_config(Path(path)), adapter.outlined(path)
+    assert policy.adapter is not None
+    linear = [name for name, layer, _ in adapted_layers(policy) if isinstance(layer, Linear)]
+    tried = LoraConfig(
+        r=4,
+        target_modules=sorted({name.split(".")[-2] for name in linear}),
+        target_parameters=sorted(policy.adapter.target_parameters or ()),
+        use_dora=adapter.config.use_dora,
+    )
     pairs, probe = probe_pairs(VOCAB_SIZE), Adapter(tried, adapter.seed, None)
     try:
         small = PolicyModel(small_model(config))
         probe.inject(small)
         materialise(small, CPU, parameters_on=CPU)
         probe.fill(small)
-        for _, layer in adapted_layers(small):
-            layer.lora_B[NAME].weight.normal_()
+        for _, layer, _ in adapted_layers(small):
+            layer.lora_B[NAME].weight.normal_(std=PROBE_SHARE)
         merged = small_model(config)
         held = dict(merged.named_parameters())
         for name, each in changed(small).items():
@@ -296,7 +312,7 @@ def check_adapter(path: str, adapter: Adapter) -> None:
         found = f"it raises {error!r}"
     if found:
         raise UnfitModel(
-            "a model with an adapter must compute what one with merged weights does, with adapters "
-            f"of {', '.join(targets)} in {path} ({config.model_type}) {found}: give --lora-targets "
-            "without the layer that it computes otherwise"
+            "a model with an adapter must compute what one with merged weights does, with "
+            f"adapters of {', '.join(sorted(tried.target_modules))} in {path} "
+            f"({config.model_type}) {found}: give --lora-targets without such a layer"
         )

@@ -111,8 +111,9 @@ def _publishes_adapter(config: TrainConfig, workers: Sequence[WorkerInfo]) -> bo
     if not config.adapter.trains_adapter:
         return False
     model, seed = config.places.model_name_or_path, config.data.infinite_sampler_seed
-    adapter = Adapter.of(config.adapter, model=model, seed=seed).config.to_dict()
-    alone, why = publishes_adapter(config, adapter, workers)
+    policy = Adapter.of(config.adapter, model=model, seed=seed).outlined(model)
+    assert policy.adapter is not None
+    alone, why = publishes_adapter(config, policy.adapter.to_dict(), workers)
     form = "the adapter alone" if alone else "weights with the adapter merged into them"
     logger.info("workers are sent %s: %s", form, why)
     return alone

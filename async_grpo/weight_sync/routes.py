@@ -71,6 +71,8 @@ def _why_merged(
             f"vLLM serves no other modules beside an adapter ({', '.join(saved)})",
             ("leave out one of --modules-to-save and this"),
         )
+    if adapter.get("target_parameters"):
+        yield "vLLM on a CPU serves no adapters of experts", "name dense layers as --lora-targets"
     rank = adapter_rank(adapter)
     if rank > SERVED_RANKS[-1]:
         yield f"vLLM serves ranks up to {SERVED_RANKS[-1]}, this one is {rank}", "lower --lora-rank"

@@ -355,6 +355,25 @@ def taught_in_bf16(rank):
     }
 
 
+def adapted_mixture(*, sharded, checkpointing=False):
+    """One step of a mixture whose experts have adapters: the gradient, and what leaves it."""
+    policy = adapted(model_of("qwen3_moe"), lora_rank=2)
+    assert policy.adapter.target_parameters
+    rounds = [routed_samples()]
+    if sharded:
+        shard(policy, mesh_of(hybrid=False), activation_checkpointing=checkpointing)
+        rounds = usual_rounds(dist.get_rank(), routed_samples())
+    step, policy, gradients = equip(policy, CONFIG.but(kl_coefficient=0.0))
+    for part in rounds:
+        step.accumulate(collate(part, aggregation="sample-mean", dtype=torch.float64))
+    step.finish(6)
+    named = ((name, each.make()) for name, each in served(policy).items())
+    return {
+        "gradient": gradients[0],
+        "served": {n: getattr(t, "full_tensor", t.clone)() for n, t in named},
+    }
+
+
 def mixture(rank, *, checkpointing=False):
     """Two steps of a mixture of experts with replayed choices and a balancing loss.
 
@@ -466,6 +485,8 @@ def world(rank, *, source, target, models):
         "held out": held_out(rank, source=source, target=target),
         "gathered": gathered(rank, source=source, target=target),
         "mixture": mixture(rank),
+        "adapted mixture": adapted_mixture(sharded=True),
+        "adapted mixture checkpointing": adapted_mixture(sharded=True, checkpointing=True),
         "mixture checkpointing": mixture(rank, checkpointing=True),
         "loaded": differences(rank, models=models),
     }

@@ -18,6 +18,7 @@ from fsdp_scenarios import (
     NUM_PARTITIONS,
     NUM_TOKENS,
     VOCAB_SIZE,
+    adapted_mixture,
     equip,
     make_pairs,
     make_samples,
@@ -127,6 +128,15 @@ def test_groups_of_shards_and_memory_of_hosts_give_the_oracle_s_gradient(scenari
     """Sums over both dimensions of the mesh: a mean over replicas would be half of it."""
     tolerance = F64 if "f64" in scenario else F32
     assert_equals_oracle(ran[scenario], tied="untied" not in scenario, tolerance=tolerance)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("scenario", ["adapted mixture", "adapted mixture checkpointing"])
+def test_ranks_train_adapters_of_experts_as_one_process_does(scenario, ran):
+    expected = adapted_mixture(sharded=False)
+    for rank in ran[scenario]:
+        for what, found in rank.items():
+            assert relative_difference(found, expected[what]) < MIXED
 
 
 @pytest.mark.integration
