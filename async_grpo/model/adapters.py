@@ -104,8 +104,9 @@ class Adapter:
             fits = fits and (is_saved or module is not policy.model.get_output_embeddings())
             if (is_saved or isinstance(module, LoraLayer)) and not fits:
                 raise UnfitModel(
-                    "an adapter must be of linear layers but for the head, of experts, or of modules "
-                    f"that share no weights with others, got {path} ({type(module).__name__}): leave it out"
+                    "an adapter must be of linear layers but for the head, of experts, or of "
+                    f"modules that share no weights with others, got {path} "
+                    f"({type(module).__name__}): leave it out"
                 )
         if self.folder is None:
             self._draw(policy)
@@ -164,7 +165,8 @@ def read_adapter_config(folder: Path) -> LoraConfig:
         ) from error
     usual, found = vars(LoraConfig()), dict(vars(config))
     odd = sorted(n for n in found.keys() & stated.keys() - KNOWN if found[n] != usual[n])
-    if (found["peft_type"] := stated.get("peft_type", "LORA")) != "LORA":
+    found["peft_type"] = stated.get("peft_type", "LORA")
+    if found["peft_type"] != "LORA":
         odd = ["peft_type"]
     if str(config.init_lora_weights).lower().startswith(ALTERS_BASE):
         odd = ["init_lora_weights"]
