@@ -142,7 +142,8 @@ class GradientStep:
         own = self._by_own_experts(packed)
         scored = self._policy(packed, **self._setting, terms=self.head_terms)
         if self._first_policy and REFERENCE not in earlier:  # it is this policy
-            packed.scores[REFERENCE] = scored.logprobs.detach()
+            scores = {**packed.scores, REFERENCE: scored.logprobs.detach()}
+            packed = replace(packed, scores=scores)
         if self.keeps_terms:
             scored.logprobs.retain_grad()
         result = self._algorithm.loss(scored, packed)

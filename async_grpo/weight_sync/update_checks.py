@@ -187,7 +187,7 @@ Packed = tuple[str, bytes, bytes, bytes]  # a sample as vLLM's messages can carr
 
 def pack_samples(samples: Iterable[WeightSample]) -> list[Packed]:
     """The inverse of `unpack_samples`."""
-    return [(name, *(each.tobytes() for each in arrays)) for name, *arrays in samples]
+    return [(n, r.tobytes(), c.tobytes(), v.tobytes()) for n, r, c, v in samples]
 
 
 def unpack_samples(packed: Iterable[Packed]) -> list[WeightSample]:
