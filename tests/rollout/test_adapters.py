@@ -1,11 +1,13 @@
 """A real vLLM engine that serves adapters against peft, while newer ones come."""
 
 import asyncio
+import copy
 import dataclasses
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from adapter_snapshots import adapter_config, adapter_snapshot, adapter_tensors, make_adapter
 from conftest import open_stack
 from engine_stack import (
@@ -26,7 +28,8 @@ from async_grpo.weight_sync.sync_report import canary_complaint
 
 pytestmark = pytest.mark.integration
 CLOSE = 5e-6
-NUM_VERSIONS = 4
+LEARNING_RATE = 1e-4
+NUM_SEEDS = 15  # with seven kinds of sabotage 105 cases
 
 
 @pytest.fixture(scope="module")
@@ -145,11 +148,9 @@ def test_the_canary_waits_for_nobody_where_the_engine_is_full(adapted):
     assert most < length / 2  # none had ended, so none had left its place
 
 
-def test_weights_of_the_model_are_refused_and_an_adapter_by_an_engine_without(adapted, stack):
+def test_weights_of_the_model_are_refused(adapted):
     with pytest.raises(WeightSyncError, match="start the worker without --max-lora-rank"):
         adapted.load(dataclasses.replace(adapter_snapshot(adapted.models[SECOND], 1), adapter=""))
-    with pytest.raises(WeightSyncError, match="start the worker with --max-lora-rank"):
-        stack.load(adapter_snapshot(adapted.models[SECOND], 1))
 
 
 def dropped(model, old):
@@ -203,6 +204,33 @@ def test_a_wrong_adapter_is_told_in_its_own_load_and_the_one_before_serves_on(ad
     check_sabotage(adapted, sabotage)
     check(adapted, adapted.generate()[0], WeightsVersion(0, 3))
     assert len(adapted.run(adapted.engine._llm.list_loras())) == 1
+
+
+def step_of(model, seed):
+    """The adapter a step of the optimizer later."""
+    generator = torch.Generator().manual_seed(seed)
+    model = copy.deepcopy(model)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * LEARNING_RATE)
+    return model
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_each_sabotage_of_small_steps_is_told_and_no_honest_step(model_folder, dtype):
+    sent_as = getattr(torch, dtype)
+    with open_stack(model_folder, max_lora_rank=6, dtype=dtype) as stack:
+        for seed in range(NUM_SEEDS):
+            old = make_adapter(model_folder, seed)
+            for number, sabotage in enumerate(SABOTAGE):
+                model = step_of(old, seed * len(SABOTAGE) + number)
+                stack.models[WeightsVersion(0, 3)], stack.models[WeightsVersion(0, 4)] = old, model
+                check_sabotage(stack, sabotage, dtype=sent_as)
+                loaded = stack.load(adapter_snapshot(model, 4, rows=CANARY_TOKENS, dtype=sent_as))
+                assert loaded.canary_problem == ""
+                old = model
 
 
 def check_sabotage(stack, sabotage, **options):

@@ -168,6 +168,11 @@ def test_samples_tell_of_a_wrong_collection_whose_bytes_are_whole(stack):
     stack.load(snapshot)
 
 
+def test_an_adapter_is_refused_where_nobody_asked_for_their_service(stack):
+    with pytest.raises(WeightSyncError, match="start the worker with --max-lora-rank"):
+        stack.load(dataclasses.replace(stack.snapshot(SECOND), adapter="{}"))
+
+
 def test_only_the_contracts_stop_ids_end_an_output_and_they_are_its_last_token(stack):
     stack.serve(FIRST)
     stop = (1, 9, 17)  # 5 is the eos of the folder's config, and is not among them
