@@ -1,5 +1,9 @@
 """Real runs of an adapter on two ranks, sent merged and alone: proved, killed, resumed, gone on."""
 
+import math
+import subprocess
+import sys
+
 import pytest
 import torch
 from commands import wait_until
@@ -8,6 +12,10 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from test_lifecycle import kill
 from tiny_models import load_model
+
+from async_grpo.config.training_options import AdapterOptions
+from async_grpo.model.adapters import Adapter
+from async_grpo.model.served import adapter_alone, changed
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 OPTIONS = {
@@ -30,8 +38,8 @@ def setup(request, ray_cluster, questions, tiny_model, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     setup = Setup(folder, ray_cluster, tiny_model, questions, namespace=request.param,
                   reward="begins_with_a_digit")  # fmt: skip
-    flags = ("--dtype", "float32", *WORKERS[request.param])
-    with setup.workers("generation", *flags, num_workers=2) as generation:
+    setup.flags = ("--dtype", "float32", *WORKERS[request.param])
+    with setup.workers("generation", *setup.flags, num_workers=2) as generation:
         wait_until_registered(generation, 2)
         yield setup
 
@@ -65,6 +73,21 @@ def test_engine_and_trainer_agree_after_every_update(setup):
         assert row["mismatch_max"] < 1e-4
 
 
+def test_workers_are_sent_what_the_adapter_changes_and_no_more(setup):
+    adapter = Adapter.of(AdapterOptions(**NEW), model=setup.model, seed=0)
+    policy = adapter.outlined(setup.model)
+    tensors = adapter_alone(policy) if setup.folder.name.startswith("alone") else changed(policy)
+    num_bytes = sum(4 * math.prod(each.shape) for each in tensors.values())
+    for row in setup.rows("calm"):
+        assert num_bytes <= row["sync_bytes"] <= 1.01 * num_bytes
+
+
+def test_a_batch_is_replayed_to_the_bit(setup):
+    command = [sys.executable, "-m", "async_grpo.cli.main", "replay", setup.folder / "calm"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=READY_S)
+    assert done.returncode == 0 and "equal: batch" in done.stdout
+
+
 def test_an_adapter_of_peft_s_own_goes_on_and_is_the_reference(setup):
     model = load_model(setup.model)
     adapted = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
@@ -73,7 +96,15 @@ def test_an_adapter_of_peft_s_own_goes_on_and_is_the_reference(setup):
         if "lora_B" in name:
             parameter.data.normal_(std=0.1)
     adapted.save_pretrained(setup.folder / "started")
-    result(setup, "went_on", adapter_path=setup.folder / "started")
+    options = OPTIONS | {"deterministic": False, "max_staleness": 1, "eval_every_batches": 3}
+    options |= {"num_training_batches": 80, "eval_data_path": setup.questions}
+    options |= {"adapter_path": setup.folder / "started"}
+    with setup.train("went_on", **options) as command:
+        wait_until(lambda: len(setup.rows("went_on")) >= 2, timeout_s=READY_S)
+        with setup.workers("generation", *setup.flags, num_workers=1) as late:
+            wait_until_registered(late, 1)
+            assert command.wait(timeout_s=READY_S) == 0, command.err[-4000:]
     rows = setup.rows("went_on")
     assert rows[0]["kl"] == 0 < rows[-1]["kl"]
-    assert all(row["canary_mean"] <= 5e-6 for row in rows)
+    assert all(row["canary_mean"] <= 5e-6 and row["mismatch_max"] < 0.5 for row in rows)
+    assert len({each for line in setup.samples("went_on") for each in line["workers"]}) > 2
