@@ -62,6 +62,7 @@ class Engine:
         self.vocab_size: int = facts["vocab_size"]
         self.max_model_len: int = config.max_model_len or facts["max_position_embeddings"]
         self.max_num_seqs: int = config.capacity
+        self.max_lora_rank = 0
         self._random = np.random.default_rng(os.getpid())
         self._version: WeightsVersion | None = None
 
