@@ -22,7 +22,7 @@ from torch import Tensor
 
 from async_grpo.config.option import names_in
 from async_grpo.config.training_options import ALTERS_BASE, AdapterOptions
-from async_grpo.model.foreign_folders import stated_config
+from async_grpo.model.foreign_folders import hub_name, stated_config
 from async_grpo.model.model_folder import read_config
 from async_grpo.model.policy import PolicyModel, hf_named_parameters, trained_parameters
 from async_grpo.model.weight_files import local_part, outline, read_into
@@ -191,10 +191,17 @@ def base_dtype(path: str, compute: torch.dtype) -> torch.dtype:
     return compute if is_half and compute == torch.bfloat16 else torch.float32
 
 
-def adapter_text(policy: PolicyModel) -> str:
-    """The adapter_config.json of a policy's adapter, as stock peft and vLLM read it."""
+def adapter_text(policy: PolicyModel, *, model: Path | None = None) -> str:
+    """The adapter_config.json of a policy's adapter, as stock peft and vLLM read it.
+
+    `model`: the folder that it is named to belong to, a snapshot of a hub by its name there.
+    """
     assert policy.adapter is not None
     found = policy.adapter.to_dict() | {"inference_mode": True}
+    if model:
+        name = hub_name(model)
+        found["base_model_name_or_path"] = name or str(model.absolute())
+        found["revision"] = model.name if name else None
     kept = {name: found[name] for name in sorted(KNOWN & found.keys())}
     ordered = (sorted(v) if isinstance(v, set) else v for v in kept.values())
     return json.dumps(dict(zip(kept, ordered, strict=True)), indent=2)
