@@ -110,7 +110,7 @@ def export_hf(
                 texts |= {CONFIG_NAME: adapter_text(policy, model=source)}
                 stored = ((name, tensor.float()) for name, tensor in tensors)
             else:
-                stored = _stored(policy.model, tensors, source)
+                stored = stored_tensors(policy.model, tensors, source)
             write_folder(stored, source, Path(target), texts=texts)
         except (OSError, CheckpointError) as error:
             reason = [str(error)]
@@ -128,7 +128,7 @@ def initial_folder(source: str, *, output_dir: str, seed: int) -> str:
     it is another model, which the hashes of a checkpoint refuse.
     """
     digest = hashlib.sha256(str(seed).encode())
-    for file in _descriptions(Path(source)):
+    for file in descriptions(Path(source)):
         digest.update(f"\0{file.name}\0".encode() + hashlib.sha256(file.read_bytes()).digest())
     return str(Path(output_dir, "initial_model", digest.hexdigest()[:12]))
 
@@ -147,7 +147,7 @@ def write_initial(source: str, folder: str, *, seed: int) -> None:
         config = read_config(Path(source))
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         drawn = ((name, parameter.detach()) for name, parameter in model.named_parameters())
-        write_folder(_stored(model, drawn, Path(source)), Path(source), goal)
+        write_folder(stored_tensors(model, drawn, Path(source)), Path(source), goal)
     logger.info("weights were drawn from the seed %d: %s", seed, goal)
 
 
@@ -164,7 +164,7 @@ def write_folder(
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)
-        for file in _descriptions(source):
+        for file in descriptions(source):
             if not (of_adapter and file.name == "config.json"):  # that is the base's
                 shutil.copyfile(file, temporary / file.name)
         for name, text in (texts or {}).items():
@@ -179,7 +179,7 @@ def write_folder(
         shutil.rmtree(temporary, ignore_errors=True)  # frees the disk for what is written next
 
 
-def _stored(model: PreTrainedModel, trained: Named, source: Path) -> Named:
+def stored_tensors(model: PreTrainedModel, trained: Named, source: Path) -> Named:
     """Parameters, and buffers that a checkpoint has, in the form and type of the source's files."""
     config = stated_config(source)
     dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype") or "float32"))
@@ -188,7 +188,8 @@ def _stored(model: PreTrainedModel, trained: Named, source: Path) -> Named:
     return put_back(chain.from_iterable(as_stored(model, *each).items() for each in own), source)
 
 
-def _descriptions(source: Path) -> list[Path]:
+def descriptions(source: Path) -> list[Path]:
+    """Files of config, tokenizer and licence."""
     return [
         file
         for file in sorted(source.iterdir())

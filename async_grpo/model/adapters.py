@@ -110,6 +110,19 @@ class Adapter:
                 )
         if self.folder is None:
             self._draw(policy)
+        else:
+            self._check_file(self.folder / SAFETENSORS_WEIGHTS_NAME, policy)
+
+    def _check_file(self, file: Path, policy: PolicyModel) -> None:
+        """Raise `UnfitModel` for an adapter of another model, before any weights are read."""
+        with safe_open(file, framework="pt") as content:
+            found = {n: tuple(content.get_slice(n).get_shape()) for n in content.keys()}  # noqa: SIM118
+        trained = {in_file(name): tuple(each.shape) for name, each in trained_parameters(policy)}
+        if odd := sorted({name for name, _ in found.items() ^ trained.items()}):
+            raise UnfitModel(
+                f"{file} must hold the tensors of its {CONFIG_NAME} for this model and no "
+                f"others, {len(odd)} differ, first {odd[0]}: give the model of that adapter"
+            )
 
     def _draw(self, policy: PolicyModel) -> None:
         """Give both factors the values that peft draws, on the host and whole on each rank."""
@@ -122,22 +135,11 @@ class Adapter:
 
     @torch.no_grad()
     def fill(self, policy: PolicyModel) -> None:
-        """Set what depends on the model's own weights, or is in a folder; `policy` has its shards.
-
-        Raises `UnfitModel` for an adapter of another model.
-        """
-        trained = {in_file(name): each for name, each in trained_parameters(policy)}
+        """Set what depends on the model's own weights, or is in a file; `policy` has its shards."""
         if self.folder is not None:
             file = self.folder / SAFETENSORS_WEIGHTS_NAME
-            with safe_open(file, framework="pt") as content:
-                found = {*content.keys()}
-            if odd := sorted(found ^ trained.keys()):
-                raise UnfitModel(
-                    f"{file} must hold the tensors of its {CONFIG_NAME} for this model and no "
-                    f"others, {len(odd)} differ, first {odd[0]}: give the model of that adapter"
-                )
-            for name, parameter in trained.items():
-                read_into(local_part(parameter), parameter, (file, name))
+            for name, parameter in trained_parameters(policy):
+                read_into(local_part(parameter), parameter, (file, in_file(name)))
             return
         own = dict(hf_named_parameters(policy))
         for name, parameter in trained_parameters(policy):
@@ -177,6 +179,7 @@ def read_adapter_config(folder: Path) -> LoraConfig:
         )
     if not (folder / SAFETENSORS_WEIGHTS_NAME).is_file():
         raise UnfitModel(f"{folder} must hold {SAFETENSORS_WEIGHTS_NAME}: save it with peft")
+    config.inference_mode = False  # peft saves True, and would freeze what is to train
     if config.lora_dropout:  # a trained token's ratio would not be 1 on policy
         logger.info("lora_dropout=%s of %s is switched off", config.lora_dropout, folder)
         config.lora_dropout = 0.0

@@ -60,15 +60,19 @@ def check_kind(folder: Path) -> None:
             f"weights must be safetensors, {folder} holds GGUF, llama.cpp's format: "
             f"{_instead(folder)}"
         )
-    if (folder / "adapter_config.json").is_file() and all(
-        file.name.startswith("adapter_model") for file in weights
-    ):
+    if is_adapter(folder):
         base = _original(folder) or "the model of base_model_name_or_path"
         raise UnfitModel(
             f"a model folder must hold the whole model, {folder} holds an adapter of {base} alone: "
-            "merge them with PEFT (PeftModel.from_pretrained(base, adapter).merge_and_unload()"
-            ".save_pretrained(folder)), save the tokenizer beside it, and give that folder"
+            f"give that model, and --adapter-path {folder} to train the adapter on"
         )
+
+
+def is_adapter(folder: Path) -> bool:
+    """Whether a folder holds an adapter in peft's format, and no model."""
+    return (folder / "adapter_config.json").is_file() and all(
+        file.name.startswith("adapter_model") for file in weights_in(folder)
+    )
 
 
 def quantization_of(folder: Path) -> Mapping[str, object]:
