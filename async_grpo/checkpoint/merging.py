@@ -13,13 +13,12 @@ import uuid
 from contextlib import suppress
 from pathlib import Path
 
-from async_grpo.model.foreign_folders import is_adapter
+from async_grpo.model.foreign_folders import ADAPTER_CONFIG, is_adapter
 from async_grpo.model.hub import local_folder
 from async_grpo.model.model_folder import check_files
 from async_grpo.util.errors import CheckpointError, ConfigError, UnfitModel
 
 logger = logging.getLogger(__name__)
-ADAPTER_CONFIG = "adapter_config.json"
 TEXTS = (".json", ".jinja", ".txt")
 
 

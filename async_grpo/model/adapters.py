@@ -179,7 +179,6 @@ def read_adapter_config(folder: Path) -> LoraConfig:
         )
     if not (folder / SAFETENSORS_WEIGHTS_NAME).is_file():
         raise UnfitModel(f"{folder} must hold {SAFETENSORS_WEIGHTS_NAME}: save it with peft")
-    config.inference_mode = False  # peft saves True, and would freeze what is to train
     if config.lora_dropout:  # a trained token's ratio would not be 1 on policy
         logger.info("lora_dropout=%s of %s is switched off", config.lora_dropout, folder)
         config.lora_dropout = 0.0

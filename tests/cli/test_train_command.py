@@ -11,6 +11,7 @@ from async_grpo.cli.train import main, resolved
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.util import deadlines
 
+TINY = str(Path(__file__).parents[2] / "sample-data" / "tiny-countdown")
 REQUIRED = ("--model-name-or-path", "model", "--data-path", "data.jsonl")
 REPOSITORY = Path(__file__).parents[2]
 
@@ -38,6 +39,24 @@ def test_options_that_cannot_work_are_one_sentence_before_anything_is_imported(o
     assert result.exit_code == 1
     (line,) = result.stderr.splitlines()
     assert line.startswith(f"error: {sentence}")
+
+
+def test_models_and_adapters_are_told_apart_before_anything_loads(tmp_path):
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text('{"base_model_name_or_path": "/its/base"}')
+    told = {
+        (
+            str(adapter),
+        ): f"holds an adapter of /its/base alone: give that model, and --adapter-path "
+        f"{adapter} to train the adapter on",
+        (TINY, "--adapter-path", TINY): "--adapter-path must be the folder of an adapter in peft's "
+        f"format, or its name on a hub, got '{TINY}': correct it",
+    }
+    for words, sentence in told.items():
+        typed = ["--data-path", "d", "--output-dir", str(tmp_path), "--model-name-or-path", *words]
+        result = CliRunner().invoke(main, typed)
+        assert result.exit_code == 1 and result.stderr.rstrip().endswith(sentence)
 
 
 @pytest.mark.parametrize(
