@@ -19,8 +19,12 @@ from async_grpo.planning.rates import Rates
 EXAMPLES = sorted({*Path("examples").glob("*.toml")} - {Path("examples/from_nothing.toml")})
 QWEN = "examples/qwen_7b.toml"
 TINY = "sample-data/tiny-countdown"
-DEVICES = {"qwen_7b": "8", "deepscaler": "8,8,8", "one_gpu": "1xL4"}  # as their first lines say
-SHAPES = {"laptop_pretrained": "smollm2-135m", "distil_two_teachers": TINY}  # made, or fetched
+DEVICES = {  # as their first lines say
+    "qwen_7b": "8", "deepscaler": "8,8,8", "one_gpu": "1xL4",
+}  # fmt: skip
+SHAPES = {  # made, or fetched
+    "laptop_pretrained": "smollm2-135m", "lora_laptop": "smollm2-135m", "distil_two_teachers": TINY,
+}  # fmt: skip
 
 
 @pytest.fixture
