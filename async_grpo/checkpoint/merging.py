@@ -10,7 +10,6 @@ import json
 import logging
 import shutil
 import uuid
-from contextlib import suppress
 from pathlib import Path
 
 from async_grpo.model.foreign_folders import ADAPTER_CONFIG, is_adapter
@@ -20,6 +19,7 @@ from async_grpo.util.errors import CheckpointError, ConfigError, UnfitModel
 
 logger = logging.getLogger(__name__)
 TEXTS = (".json", ".jinja", ".txt")
+CONFIGS = (ADAPTER_CONFIG, "config.json")  # of the adapter, and of its base
 
 
 def whole_folder(model: str, *, revision: str = "") -> str:
@@ -89,13 +89,16 @@ def _merge(adapter: Path, base: Path, goal: Path) -> None:
         shard=None, adapter=Adapter(read_adapter_config(adapter), 0, adapter),
     )  # fmt: skip
     own = [file for file in descriptions(adapter) if file.suffix in TEXTS]
-    texts = {file.name: file.read_text() for file in own if file.name != ADAPTER_CONFIG}
+    texts = {file.name: file.read_text() for file in own if file.name not in CONFIGS}
     made = goal.with_name(uuid.uuid4().hex[:12])  # others may be at it, too
     try:
         tensors = stored_tensors(policy.model, iter_full_tensors(policy), base)
         write_folder(tensors, base, made, texts=texts)
-        with suppress(FileExistsError):
+        try:
             made.rename(goal)
+        except OSError:
+            if not goal.is_dir():
+                raise
     except (OSError, CheckpointError) as error:
         raise ConfigError(
             f"the model with its adapter is written into {goal}, which failed ({error}): copy the "

@@ -1,7 +1,7 @@
 """An adapter's folder is taken as a model: merged into its base once, or refused in a sentence."""
 
 import json
-import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,9 +11,8 @@ from safetensors.torch import load_file, save_file
 from test_loading import save_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from async_grpo.checkpoint import export
+from async_grpo.checkpoint import merging
 from async_grpo.checkpoint.merging import whole_folder
-from async_grpo.model import loading
 from async_grpo.util.errors import ConfigError, UnfitModel
 
 OPTIONS = {
@@ -59,12 +58,13 @@ def test_an_adapter_of_peft_s_is_merged_as_peft_merges_it(options, base, tmp_pat
     assert AutoTokenizer.from_pretrained(whole)("w3")["input_ids"] == [3]
 
 
-def test_it_is_merged_once_until_the_adapter_changes(base, tmp_path, monkeypatch):
+def test_it_is_merged_once_until_the_adapter_changes(base, tmp_path):
     folder = write_adapter(base, tmp_path / "adapter")
     first = whole_folder(str(folder))
-    with monkeypatch.context() as patch:
-        patch.delattr(export, "write_folder")  # whoever writes fails
-        assert whole_folder(str(folder)) == first
+    (merged,) = (folder / "merged").iterdir()
+    assert merged.samefile(first)
+    made = merged.stat().st_ino
+    assert whole_folder(str(folder)) == first and merged.stat().st_ino == made
     write_adapter(base, folder, lora_alpha=2)
     second = whole_folder(str(folder))
     name = "model.layers.0.mlp.up_proj.weight"
@@ -109,25 +109,33 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_has_no_base_or_another_is_refused_before_weights_are_read(
-    case, base, tmp_path, monkeypatch
-):
+def test_what_has_no_base_or_another_is_refused_before_weights_are_read(case, base, tmp_path):
     change, sentence = REFUSED[case]
     folder = write_adapter(base, tmp_path / "adapter")
     change(folder)
-    monkeypatch.delattr(loading, "fill")  # whoever reads weights fails
+    name = "model.norm.weight"
+    weights = load_file(base / "model.safetensors")
+    save_file(weights | {name: weights[name][:-1]}, base / "model.safetensors")  # read, it is told
     with pytest.raises(UnfitModel, match=sentence):
         whole_folder(str(folder))
 
 
 def test_an_adapter_of_another_model_is_refused(base, tmp_path):
     folder = write_adapter(base, tmp_path / "adapter")
-    shutil.copyfile(base / "config.json", tmp_path / "kept")
     config = json.loads((base / "config.json").read_text())
     smaller = config | {"num_hidden_layers": 1, "layer_types": config["layer_types"][:1]}
     (base / "config.json").write_text(json.dumps(smaller))
     with pytest.raises(UnfitModel, match=r"for this model .* differ, first .*layers\.1"):
         whole_folder(str(folder))
+
+
+def test_who_merges_at_the_same_time_takes_what_is_there_first(base, tmp_path):
+    folder = write_adapter(base, tmp_path / "adapter")
+    first = Path(whole_folder(str(folder)))
+    made = first.stat().st_ino
+    merging._merge(folder, base, first)  # as a second that has begun before the first was done
+    assert first.stat().st_ino == made
+    assert [*(folder / "merged").iterdir()] == [first]
 
 
 def test_a_folder_that_cannot_be_written_is_told(base, tmp_path):

@@ -40,10 +40,9 @@ def test_a_file_of_the_user_s_that_was_edited_is_refused_naming_it_and_both_hash
         hashes("2", saved)
 
 
-def test_a_run_that_began_with_another_adapter_is_refused_to_go_on(tmp_path, monkeypatch):
+def test_a_run_that_began_with_another_adapter_is_refused_to_go_on(tmp_path):
     adapter = tmp_path / "adapter"
     get_peft_model(tiny_model(tied=True), LoraConfig()).save_pretrained(adapter)
-    monkeypatch.setattr(preparation, "hash_data", lambda records: "of the data")
     tiny_model(tied=True).save_pretrained(tmp_path / "model")
     config = make_config(model_name_or_path=str(tmp_path / "model"), adapter_path=str(adapter))
     facts = SimpleNamespace(tokenizer_hash="of the tokenizer")
