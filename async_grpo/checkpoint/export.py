@@ -106,9 +106,9 @@ def export_hf(
         try:
             source = Path(source_folder)
             texts = {"README.md": card()} if card else {}
+            stored: Named = ((name, tensor.float()) for name, tensor in tensors)
             if of_adapter:
                 texts |= {CONFIG_NAME: adapter_text(policy, model=source)}
-                stored = ((name, tensor.float()) for name, tensor in tensors)
             else:
                 stored = stored_tensors(policy.model, tensors, source)
             write_folder(stored, source, Path(target), texts=texts)
