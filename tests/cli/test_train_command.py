@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from async_grpo.cli.train import main, resolved
+from async_grpo.cli.train import check_at_once, main, resolved
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.util import deadlines
+from async_grpo.util.errors import ConfigError, UnfitModel
 
 TINY = str(Path(__file__).parents[2] / "sample-data" / "tiny-countdown")
 REQUIRED = ("--model-name-or-path", "model", "--data-path", "data.jsonl")
@@ -45,18 +46,15 @@ def test_models_and_adapters_are_told_apart_before_anything_loads(tmp_path):
     adapter = tmp_path / "adapter"
     adapter.mkdir()
     (adapter / "adapter_config.json").write_text('{"base_model_name_or_path": "/its/base"}')
-    told = {
-        (
-            str(adapter),
-        ): f"holds an adapter of /its/base alone: give that model, and --adapter-path "
-        f"{adapter} to train the adapter on",
-        (TINY, "--adapter-path", TINY): "--adapter-path must be the folder of an adapter in peft's "
-        f"format, or its name on a hub, got '{TINY}': correct it",
-    }
-    for words, sentence in told.items():
-        typed = ["--data-path", "d", "--output-dir", str(tmp_path), "--model-name-or-path", *words]
-        result = CliRunner().invoke(main, typed)
-        assert result.exit_code == 1 and result.stderr.rstrip().endswith(sentence)
+    options = {"data_path": "d", "output_dir": str(tmp_path), "trackers": ""}
+    remedy = (
+        f"an adapter of /its/base alone: give that model, and --adapter-path {adapter} to train"
+    )
+    with pytest.raises(UnfitModel, match=remedy):
+        check_at_once(resolved(TrainConfig(model_name_or_path=str(adapter), **options)))
+    said = f"--adapter-path must be the folder of an adapter in peft's format, .* got '{TINY}'"
+    with pytest.raises(ConfigError, match=said):
+        check_at_once(resolved(TrainConfig(model_name_or_path=TINY, adapter_path=TINY, **options)))
 
 
 @pytest.mark.parametrize(
