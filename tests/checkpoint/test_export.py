@@ -9,10 +9,12 @@ from adapted_models import KINDS, adapted
 from oracle import tiny_model
 from peft import PeftModel
 from safetensors.torch import load_file
+from test_experts import model_of
 from transformers import AutoModelForCausalLM
 
 from async_grpo.checkpoint import export, tensors
 from async_grpo.checkpoint.export import export_hf
+from async_grpo.checkpoint.merging import whole_folder
 from async_grpo.model.adapters import adapter_text
 from async_grpo.model.loading import probe_pairs, scores_alone
 from async_grpo.model.policy import PolicyModel
@@ -74,6 +76,22 @@ def test_peft_loads_an_adapter_of_any_kind_and_merges_it_as_the_export_does(kind
     own = dict(loaded.merge_and_unload().named_parameters())
     for name, tensor in load_file(paths["merged"] / "model.safetensors").items():
         assert (tensor - own[name]).abs().max() <= 1e-6, name
+
+
+@torch.no_grad()
+def test_an_adapter_of_experts_is_loaded_by_peft_and_merged_with_its_base(tmp_path):
+    source, folder = tmp_path / "source", tmp_path / "adapter"
+    model_of("qwen3_moe").float().save_pretrained(source)
+    policy = adapted(AutoModelForCausalLM.from_pretrained(source), lora_rank=4)
+    export_hf(policy, source_folder=str(source), target=str(folder), of_adapter=True)
+    pairs = probe_pairs(policy.model.config.vocab_size)
+    mine = scores_alone(policy.model, pairs)
+    base = AutoModelForCausalLM.from_pretrained(source)
+    assert (scores_alone(base, pairs) - mine).abs().max() > 1e-3
+    theirs = scores_alone(PeftModel.from_pretrained(base, folder), pairs)
+    merged = AutoModelForCausalLM.from_pretrained(whole_folder(str(folder)))
+    assert (theirs - mine).abs().max() <= 5e-6
+    assert (scores_alone(merged, pairs) - mine).abs().max() <= 5e-6
 
 
 def test_an_adapter_s_folder_is_as_peft_writes_it(source, tmp_path):
