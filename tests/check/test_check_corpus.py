@@ -902,6 +902,7 @@ def test_every_example_passes_as_far_as_its_data_is_there(example, monkeypatch):
     ("example", "devices", "told"),
     [
         ("one_gpu", "1", "1 trainer rank with 55% of a device and its memory, 1 generation worker with 35%"),
+        ("lora_7b", "1", "1 trainer rank with 55% of a device and its memory, 1 generation worker with 40%"),
         ("qwen_7b", "8", "4 trainer ranks with a device each, 4 generation workers with a device each"),
         ("deepscaler", "8,8,8", "8 trainer ranks with a device each, 14 generation workers with a device each, 2 reference"),
     ],
