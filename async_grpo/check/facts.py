@@ -23,6 +23,7 @@ from packaging.requirements import Requirement
 from async_grpo.check.data_read import DataRead, ids_of, read_data
 from async_grpo.check.finding import EVERYTHING, Cost, Known, Setup, tried
 from async_grpo.check.worker_tables import Tried, try_here
+from async_grpo.checkpoint.merging import base_of
 from async_grpo.checkpoint.resume import find_start
 from async_grpo.cluster import head
 from async_grpo.cluster.head import ClusterResources
@@ -30,7 +31,7 @@ from async_grpo.config.roles import GENERATION, JUDGE, REWARD
 from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.data.questions import check_sources
 from async_grpo.gateway.run_gateway import free_address
-from async_grpo.model.foreign_folders import check_sampled
+from async_grpo.model.foreign_folders import check_sampled, is_adapter
 from async_grpo.model.hub import local_folder
 from async_grpo.model.model_folder import (
     ModelFacts,
@@ -149,7 +150,10 @@ def _worker_model(
     trained: Known[ModelFacts] | None,
     look: Look,
 ) -> Known[ModelFacts] | None:
-    """The model of a worker that serves one from this machine's disk, if it is there yet."""
+    """The model of a worker that serves one from this machine's disk, if it is there yet.
+
+    Of an adapter, which its dispatcher merges, it is the base.
+    """
     if not worker.serves_model:
         return None
     if worker.mode == REWARD:
@@ -173,6 +177,9 @@ def _model_at(setup: Setup, path: str, revision: str, look: Look) -> Known[Model
     def read() -> ModelFacts | None:
         is_made = setup.is_prepared(path)
         folder = "" if is_made else local_folder(path, revision=revision, fetch=False)
+        is_other = folder and path != setup.train.places.model_name_or_path
+        if is_other and is_adapter(Path(folder)):
+            folder = base_of(Path(folder), fetch=False)
         return look(folder) if folder else None
 
     return tried(read)

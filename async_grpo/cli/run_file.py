@@ -72,6 +72,9 @@ CALLED = {
     "mask_truncated_samples": "mask_truncated_completions",
     "entropy_coefficient": "entropy_coef entropy_coeff", "routing_replay": "router_replay.mode",
     "balance_coefficient": "moe_aux_loss_coeff router_aux_loss_coef",
+    "lora_rank": "lora_r lora.rank", "lora_alpha": "lora.alpha",
+    "lora_targets": "target_modules lora_target_modules", "lora_init": "init_lora_weights",
+    "modules_to_save": "lora_modules_to_save", "adapter_path": "lora_adapter_path",
     "gpu_memory_utilization": "vllm_gpu_memory_utilization",
     "tensor_parallel_size": "vllm_tensor_parallel_size tensor_model_parallel_size",
     "max_model_len": "vllm_max_model_length", "lr_scheduler": "lr_scheduler_type",
@@ -92,7 +95,7 @@ CALLED = {
     "engine_option": "engine_kwargs", "mode": "reward_model.model.path reward_model.enable",
     "": "num_iterations top_k min_p repetition_penalty top_entropy_quantile "
         "off_policy_mask_threshold reward_weights max_tool_calling_iterations use_vllm vllm_mode "
-        "ppo_epochs",
+        "ppo_epochs lora_dropout lora.dropout",
 }  # fmt: skip
 THEIRS = {name: own for own, names in CALLED.items() for name in names.split()}
 SHARED = "cluster"

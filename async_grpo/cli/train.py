@@ -24,6 +24,7 @@ from async_grpo.devices.inventory import VISIBLE, prepare_for_devices
 from async_grpo.launch import local_ranks
 from async_grpo.launch.interrupts import RankInterrupts
 from async_grpo.launch.local_ranks import is_main_rank, rank0_only_errors
+from async_grpo.model.foreign_folders import is_adapter
 from async_grpo.model.hub import check_push, local_folder
 from async_grpo.model.model_folder import check_files, check_tokenizer_files
 from async_grpo.run.output_folder import check_output, check_overwrite
@@ -155,6 +156,10 @@ def check_at_once(config: TrainConfig) -> None:
     model = Path(config.places.model_name_or_path)
     check_files(model, needs_weights=not config.places.draws_weights)
     check_tokenizer_files(model)
+    adapter = config.adapter
+    if adapter.adapter_path and not is_adapter(Path(adapter.adapter_path)):
+        rule = "must be the folder of an adapter in peft's format, or its name on a hub"
+        raise adapter.refusal("adapter_path", rule, "correct it")
     from async_grpo.data.questions import check_sources  # imports numpy
 
     check_sources(config.data, config.evaluation, config.teaching)
@@ -163,11 +168,12 @@ def check_at_once(config: TrainConfig) -> None:
 
 
 def resolved(config: TrainConfig) -> TrainConfig:
-    """The options with the model's folder, and an absolute path of a dump outside the output."""
+    """The options with the folders of model and adapter, and an absolute path of a dump outside."""
     folder = local_folder(config.places.model_name_or_path, revision=config.places.model_revision)
-    dump = config.recording.dump_samples_filename
+    dump, adapter = config.recording.dump_samples_filename, config.adapter.adapter_path
     return config.but(
         model_name_or_path=folder,
+        adapter_path=adapter and local_folder(adapter),
         dump_samples_filename=os.path.abspath(dump) if os.path.dirname(dump) else dump,
     )
 

@@ -21,6 +21,7 @@ from typing import Any
 
 import click
 
+from async_grpo.checkpoint.merging import whole_folder
 from async_grpo.cli.boundary import command_boundary
 from async_grpo.cli.local_run import LocalRun
 from async_grpo.cli.options import CONTEXT, OptionsCommand, options_of
@@ -40,6 +41,7 @@ from async_grpo.devices.inventory import usable_devices
 from async_grpo.environments.find import SHIPPED
 from async_grpo.launch.child_processes import ChildProcess
 from async_grpo.launch.interrupts import interrupt_once
+from async_grpo.model.foreign_folders import is_adapter
 from async_grpo.model.hub import local_folder, push_folder
 from async_grpo.model.model_folder import check_files, check_tokenizer_files
 from async_grpo.util.run_folder import exports_in
@@ -269,7 +271,8 @@ def push(source: Path, name: str, *, hub_public: bool) -> None:
     e.g. runs/mine my-team/my-model
     """
     _, folder = max(exports_in(source).items(), default=(0, source))
-    check_files(folder)
+    if not is_adapter(folder):
+        check_files(folder)
     click.echo(f"sent {folder}: {push_folder(folder, name, public=hub_public)}")
 
 
@@ -280,7 +283,7 @@ def _begin(config: EvaluateConfig | GenerateConfig | ServeConfig, model: str) ->
     logging.basicConfig(level="WARNING", format="%(levelname)s %(message)s")
     logging.getLogger("async_grpo").setLevel(config.logging_level)
     interrupt_once()
-    folder = local_folder(model, revision=config.model_revision)
+    folder = whole_folder(model, revision=config.model_revision)
     check_files(Path(folder))
     check_tokenizer_files(Path(folder))
     return folder

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from async_grpo.checkpoint.merging import whole_folder
 from async_grpo.cli.boundary import command_boundary
 from async_grpo.cli.options import CONTEXT, OptionsCommand, options_of
 from async_grpo.cli.run_file import config_option
@@ -22,7 +23,6 @@ from async_grpo.config.roles import GENERATION, JUDGE, REWARD
 from async_grpo.config.worker_config import WorkerConfig, check_services
 from async_grpo.launch import interrupts
 from async_grpo.model.foreign_folders import check_full_precision, check_sampled
-from async_grpo.model.hub import local_folder
 from async_grpo.model.model_folder import (
     check_files,
     check_reward_model,
@@ -67,7 +67,7 @@ def serve(config: WorkerConfig) -> None:
     """Serve until the cluster ends, then exit this process; raise an error that comes before."""
     check_services([config])
     if config.model_path and not config.judge_url:
-        folder = local_folder(config.model_path, revision=config.model_revision)
+        folder = whole_folder(config.model_path, revision=config.model_revision)
         config = replace(config, model_path=folder)
         _check_model(config)
     from async_grpo.cluster.cluster import Cluster  # imports Ray, which --help need not

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from async_grpo.config.option import names_in
 from async_grpo.config.training_options import ALTERS_BASE, AdapterOptions
-from async_grpo.model.foreign_folders import stated_config
+from async_grpo.model.foreign_folders import hub_name, stated_config
 from async_grpo.model.model_folder import read_config
 from async_grpo.model.policy import PolicyModel, hf_named_parameters, trained_parameters
 from async_grpo.model.weight_files import local_part, outline, read_into
@@ -110,6 +110,19 @@ class Adapter:
                 )
         if self.folder is None:
             self._draw(policy)
+        else:
+            self._check_file(self.folder / SAFETENSORS_WEIGHTS_NAME, policy)
+
+    def _check_file(self, file: Path, policy: PolicyModel) -> None:
+        """Raise `UnfitModel` for an adapter of another model, before any weights are read."""
+        with safe_open(file, framework="pt") as content:
+            found = {n: tuple(content.get_slice(n).get_shape()) for n in content.keys()}  # noqa: SIM118
+        trained = {in_file(name): tuple(each.shape) for name, each in trained_parameters(policy)}
+        if odd := sorted({name for name, _ in found.items() ^ trained.items()}):
+            raise UnfitModel(
+                f"{file} must hold the tensors of its {CONFIG_NAME} for this model and no "
+                f"others, {len(odd)} differ, first {odd[0]}: give the model of that adapter"
+            )
 
     def _draw(self, policy: PolicyModel) -> None:
         """Give both factors the values that peft draws, on the host and whole on each rank."""
@@ -122,22 +135,11 @@ class Adapter:
 
     @torch.no_grad()
     def fill(self, policy: PolicyModel) -> None:
-        """Set what depends on the model's own weights, or is in a folder; `policy` has its shards.
-
-        Raises `UnfitModel` for an adapter of another model.
-        """
-        trained = {in_file(name): each for name, each in trained_parameters(policy)}
+        """Set what depends on the model's own weights, or is in a file; `policy` has its shards."""
         if self.folder is not None:
             file = self.folder / SAFETENSORS_WEIGHTS_NAME
-            with safe_open(file, framework="pt") as content:
-                found = {*content.keys()}
-            if odd := sorted(found ^ trained.keys()):
-                raise UnfitModel(
-                    f"{file} must hold the tensors of its {CONFIG_NAME} for this model and no "
-                    f"others, {len(odd)} differ, first {odd[0]}: give the model of that adapter"
-                )
-            for name, parameter in trained.items():
-                read_into(local_part(parameter), parameter, (file, name))
+            for name, parameter in trained_parameters(policy):
+                read_into(local_part(parameter), parameter, (file, in_file(name)))
             return
         own = dict(hf_named_parameters(policy))
         for name, parameter in trained_parameters(policy):
@@ -191,10 +193,17 @@ def base_dtype(path: str, compute: torch.dtype) -> torch.dtype:
     return compute if is_half and compute == torch.bfloat16 else torch.float32
 
 
-def adapter_text(policy: PolicyModel) -> str:
-    """The adapter_config.json of a policy's adapter, as stock peft and vLLM read it."""
+def adapter_text(policy: PolicyModel, *, model: Path | None = None) -> str:
+    """The adapter_config.json of a policy's adapter, as stock peft and vLLM read it.
+
+    `model`: the folder that it is named to belong to, a snapshot of a hub by its name there.
+    """
     assert policy.adapter is not None
     found = policy.adapter.to_dict() | {"inference_mode": True}
+    if model:
+        name = hub_name(model)
+        found["base_model_name_or_path"] = name or str(model.absolute())
+        found["revision"] = model.name if name else None
     kept = {name: found[name] for name in sorted(KNOWN & found.keys())}
     ordered = (sorted(v) if isinstance(v, set) else v for v in kept.values())
     return json.dumps(dict(zip(kept, ordered, strict=True)), indent=2)

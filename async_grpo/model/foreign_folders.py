@@ -14,6 +14,7 @@ from typing import NamedTuple
 from async_grpo.model.text_towers import stated_text
 from async_grpo.util.errors import UnfitModel
 
+ADAPTER_CONFIG = "adapter_config.json"  # of peft's format
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 # What `async-grpo dequantize` reads, by quant_method; compressed-tensors by its format.
 DEQUANTIZED = ("fp8", "mxfp8", "fbgemm_fp8", "mxfp4", "float-quantized")
@@ -60,15 +61,19 @@ def check_kind(folder: Path) -> None:
             f"weights must be safetensors, {folder} holds GGUF, llama.cpp's format: "
             f"{_instead(folder)}"
         )
-    if (folder / "adapter_config.json").is_file() and all(
-        file.name.startswith("adapter_model") for file in weights
-    ):
+    if is_adapter(folder):
         base = _original(folder) or "the model of base_model_name_or_path"
         raise UnfitModel(
             f"a model folder must hold the whole model, {folder} holds an adapter of {base} alone: "
-            "merge them with PEFT (PeftModel.from_pretrained(base, adapter).merge_and_unload()"
-            ".save_pretrained(folder)), save the tokenizer beside it, and give that folder"
+            f"give that model, and --adapter-path {folder} to train the adapter on"
         )
+
+
+def is_adapter(folder: Path) -> bool:
+    """Whether a folder holds an adapter in peft's format, and no model."""
+    return (folder / ADAPTER_CONFIG).is_file() and all(
+        file.name.startswith("adapter_model") for file in weights_in(folder)
+    )
 
 
 def quantization_of(folder: Path) -> Mapping[str, object]:
@@ -128,7 +133,7 @@ def _instead(folder: Path) -> str:
 def _original(folder: Path) -> str:
     """The model that a folder was made of, by its adapter, card or config; empty if none says."""
     with suppress(OSError, ValueError, AttributeError):
-        adapter = json.loads((folder / "adapter_config.json").read_text())
+        adapter = json.loads((folder / ADAPTER_CONFIG).read_text())
         return str(adapter.get("base_model_name_or_path") or "")
     with suppress(OSError, UnicodeDecodeError):
         if named := BASE_MODEL.search((folder / "README.md").read_text()):

@@ -195,12 +195,12 @@ def check_tokenizer_files(folder: Path) -> None:
         )
 
 
-def hash_model(path: str) -> str:
-    """sha256 over names and contents of config.json and of the files of weights."""
+def hash_model(path: str, *, config: str = "config.json") -> str:
+    """sha256 over names and contents of the file `config` and of the files of weights."""
     folder = Path(path)
     weights = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
     digest = hashlib.sha256()
-    for file in (folder / "config.json", *weights):
+    for file in (folder / config, *weights):
         with open(file, "rb") as content:
             own = hashlib.file_digest(content, "sha256").hexdigest()
         digest.update(f"{file.name}\0{own}\0".encode())

@@ -28,6 +28,7 @@ from async_grpo.environments.chat.find import AUTO, find_renderer
 from async_grpo.environments.find import hash_files, users_environment
 from async_grpo.gateway.run_gateway import free_address, start_gateway
 from async_grpo.model.adapters import Adapter
+from async_grpo.model.foreign_folders import ADAPTER_CONFIG
 from async_grpo.model.model_folder import ModelFacts, check_model_folder, hash_model
 from async_grpo.model.policy import read_size
 from async_grpo.run import data
@@ -193,6 +194,8 @@ def hash_contents(
         of_files = records.sha256 if isinstance(records, StreamedRecords) else ""
         of_data = of_files or hash_data(records)
         given = {"pairs": hash_data(pairs)} if pairs else {}
+        if path := config.adapter.adapter_path:
+            given["adapter"] = hash_model(path, config=ADAPTER_CONFIG)
         encoding = facts.tokenizer_hash
         return {"model": model, "encoding": encoding, "data": of_data, **given, **of_code}
 
@@ -201,6 +204,7 @@ def hash_contents(
         model = config.places.model_name_or_path
         paths = {"model": model, "encoding": model}
         paths |= {"data": config.data.data_paths, "pairs": config.teaching.pairs_path}
+        paths |= {"adapter": config.adapter.adapter_path}
         paths |= {what: code.name for what, code in users.items()}
         check_contents(start, hashes.result(), paths)
     return hashes

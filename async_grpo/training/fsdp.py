@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
 from async_grpo.model.policy import PolicyModel, trained_parameters
-from async_grpo.model.served import Served, served
+from async_grpo.model.served import Served, adapter_alone, served
 from async_grpo.model.weight_files import local_part, own_rows
 
 
@@ -135,15 +135,18 @@ def drop_local_gradients(policy: PolicyModel) -> None:
                 parameter._unsharded_param.grad = None
 
 
-def iter_full_tensors(policy: PolicyModel) -> Iterator[tuple[str, Tensor]]:
+def iter_full_tensors(
+    policy: PolicyModel, *, of_adapter: bool = False
+) -> Iterator[tuple[str, Tensor]]:
     """Gather whole parameters one at a time, in the model's order, under their checkpoint names.
 
-    An adapter is merged into them. Collective: every rank must exhaust it. Rank 0 gets (name, CPU
-    tensor), valid until the next optimizer step; the others get nothing.
+    An adapter is merged into them, or comes alone, by the names of its file. Collective: every rank
+    must exhaust it. Rank 0 gets (name, CPU tensor), valid until the next optimizer step; the others
+    get nothing.
     """
     is_receiver = not dist.is_initialized() or dist.get_rank() == 0
     reshard(policy)
-    for name, full in iter_device_tensors(served(policy)):
+    for name, full in iter_device_tensors(adapter_alone(policy) if of_adapter else served(policy)):
         if is_receiver:
             yield name, full.cpu()
 

@@ -285,9 +285,27 @@ MODEL_CASES = {
     "cut": (lambda: cut("model/model.safetensors"), "must be a whole safetensors file"),
     "tokenizer": (lambda: Path("model/tokenizer.json").unlink(), "must hold its tokenizer"),
     "gguf": (lambda: Path("model/model.safetensors").rename("model/model.gguf"), "model holds GGUF"),
-    "adapter": (lambda: adapter("model"), "model holds an adapter of base alone: merge them"),
+    "adapter": (lambda: adapter("model"), "model holds an adapter of base alone: give"),
     "no json": (lambda: Path("model/config.json").write_text("{"), "config.json of model must be"),
 }  # fmt: skip
+
+
+def peft_adapter(base):
+    Path("adapter").mkdir()
+    write("adapter/adapter_config.json", {"base_model_name_or_path": base})
+    write("adapter/adapter_model.safetensors", "")
+    return [{"mode": "judge", "name": "strict", "model_path": "adapter"}]
+
+
+def test_a_worker_s_adapter_is_looked_at_as_its_base():
+    assert look(more_workers=peft_adapter(TINY)) == []
+
+
+def test_a_worker_s_adapter_without_its_base_is_told():
+    [line] = look(more_workers=peft_adapter("/x/y"))
+    assert "an adapter needs the model that it belongs to" in line and "'/x/y' is neither" in line
+
+
 CONFIGS = {
     "bert": ({"architectures": ["BertModel"]}, "must be a causal language model, got ['BertModel']"),
     "quantised": ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "use the full-precision model"),
@@ -884,6 +902,7 @@ def test_every_example_passes_as_far_as_its_data_is_there(example, monkeypatch):
     ("example", "devices", "told"),
     [
         ("one_gpu", "1", "1 trainer rank with 55% of a device and its memory, 1 generation worker with 35%"),
+        ("lora_7b", "1", "1 trainer rank with 55% of a device and its memory, 1 generation worker with 40%"),
         ("qwen_7b", "8", "4 trainer ranks with a device each, 4 generation workers with a device each"),
         ("deepscaler", "8,8,8", "8 trainer ranks with a device each, 14 generation workers with a device each, 2 reference"),
     ],

@@ -1,15 +1,22 @@
 """Exports are ordinary Hugging Face folders, complete or absent."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
+from adapted_models import KINDS, adapted
 from oracle import tiny_model
+from peft import PeftModel
 from safetensors.torch import load_file
+from test_experts import model_of
 from transformers import AutoModelForCausalLM
 
 from async_grpo.checkpoint import export, tensors
 from async_grpo.checkpoint.export import export_hf
+from async_grpo.checkpoint.merging import whole_folder
+from async_grpo.model.adapters import adapter_text
+from async_grpo.model.loading import probe_pairs, scores_alone
 from async_grpo.model.policy import PolicyModel
 
 
@@ -52,6 +59,64 @@ def test_only_descriptions_are_copied_and_no_temporary_stays(source, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"source", "out"}
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_peft_loads_an_adapter_of_any_kind_and_merges_it_as_the_export_does(kind, source, tmp_path):
+    policy, paths = adapted(tiny_model(tied=True), **KINDS[kind]), {}
+    for end, of_adapter in (("adapter", True), ("merged", False)):
+        paths[end] = tmp_path / end
+        kwargs = {"source_folder": str(source), "target": str(paths[end])}
+        assert not export_hf(policy, of_adapter=of_adapter, **kwargs)
+    base = AutoModelForCausalLM.from_pretrained(source)
+    loaded = PeftModel.from_pretrained(base, paths["adapter"])
+    pairs = probe_pairs(64)
+    theirs = scores_alone(loaded, pairs)
+    assert (scores_alone(policy.model, pairs) - theirs).abs().max() <= 5e-6
+    assert (scores_alone(tiny_model(tied=True), pairs) - theirs).abs().max() > 1e-3
+    own = dict(loaded.merge_and_unload().named_parameters())
+    for name, tensor in load_file(paths["merged"] / "model.safetensors").items():
+        assert (tensor - own[name]).abs().max() <= 1e-6, name
+
+
+@torch.no_grad()
+def test_an_adapter_of_experts_is_loaded_by_peft_and_merged_with_its_base(tmp_path):
+    source, folder = tmp_path / "source", tmp_path / "adapter"
+    model_of("qwen3_moe").float().save_pretrained(source)
+    policy = adapted(AutoModelForCausalLM.from_pretrained(source), lora_rank=4)
+    export_hf(policy, source_folder=str(source), target=str(folder), of_adapter=True)
+    pairs = probe_pairs(policy.model.config.vocab_size)
+    mine = scores_alone(policy.model, pairs)
+    base = AutoModelForCausalLM.from_pretrained(source)
+    assert (scores_alone(base, pairs) - mine).abs().max() > 1e-3
+    theirs = scores_alone(PeftModel.from_pretrained(base, folder), pairs)
+    merged = AutoModelForCausalLM.from_pretrained(whole_folder(str(folder)))
+    assert (theirs - mine).abs().max() <= 5e-6
+    assert (scores_alone(merged, pairs) - mine).abs().max() <= 5e-6
+
+
+def test_an_adapter_s_folder_is_as_peft_writes_it(source, tmp_path):
+    policy = adapted(tiny_model(tied=True), **KINDS["norms too"])
+    export_hf(policy, source_folder=str(source), target=str(tmp_path / "out"), of_adapter=True)
+    names = {file.name for file in (tmp_path / "out").iterdir()}
+    assert names == {
+        "adapter_config.json", "adapter_model.safetensors", "chat_template.jinja",
+        "generation_config.json", "tokenizer.json",
+    }  # fmt: skip
+    base = AutoModelForCausalLM.from_pretrained(source)
+    PeftModel.from_pretrained(base, tmp_path / "out").save_pretrained(tmp_path / "theirs")
+    mine, theirs = (
+        load_file(tmp_path / n / "adapter_model.safetensors") for n in ("out", "theirs")
+    )
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(mine[name], each) for name, each in theirs.items())
+    stated, other = (
+        json.loads((tmp_path / n / "adapter_config.json").read_text()) for n in ("out", "theirs")
+    )
+    assert stated == {name: other[name] for name in stated}
+    assert stated["base_model_name_or_path"] == str(source) and stated["inference_mode"]
+    assert stated["target_modules"] == ["k_proj"] and stated["modules_to_save"] == ["norm"]
+
+
 def test_large_models_are_cut_into_indexed_files(source, tmp_path, monkeypatch):
     monkeypatch.setattr(export, "SHARD_BYTES", 20_000)
     model = tiny_model(tied=True, seed=3)
@@ -65,6 +130,13 @@ def test_large_models_are_cut_into_indexed_files(source, tmp_path, monkeypatch):
     loaded = AutoModelForCausalLM.from_pretrained(target)
     for got, want in zip(loaded.parameters(), model.parameters(), strict=True):
         assert torch.equal(got, want)
+
+
+def test_a_base_of_a_hub_is_named_as_it_is_there():
+    policy = adapted(tiny_model(tied=True), lora_rank=2)
+    snapshot = Path("/cache/models--Qwen--Qwen3-8B/snapshots/0123")
+    stated = json.loads(adapter_text(policy, model=snapshot))
+    assert (stated["base_model_name_or_path"], stated["revision"]) == ("Qwen/Qwen3-8B", "0123")
 
 
 def test_weights_take_the_type_of_the_source(source, tmp_path):

@@ -10,6 +10,7 @@ from click.testing import CliRunner
 from huggingface_hub import constants
 from learners import make_learner
 from oracle import tiny_model
+from peft import LoraConfig, get_peft_model
 from stand_in_hub import StandInHub
 from test_hub import use
 from test_loading import save_tokenizer
@@ -160,6 +161,17 @@ def test_weights_that_a_commit_has_not_any_more_are_removed(source, hub):
     hub.pushed[NAME]["figure.png"] = b"mine"
     push_folder(source, NAME, public=False)
     assert hub.pushed[NAME].keys() == {*files_of(source), "figure.png"}
+
+
+def test_an_adapter_is_sent_as_it_is(source, hub, tmp_path):
+    adapter = tmp_path / "adapter"
+    get_peft_model(tiny_model(tied=True), LoraConfig()).save_pretrained(adapter)
+    files = files_of(adapter)
+    (adapter / "merged").mkdir()
+    (adapter / "merged" / "model.safetensors").write_text("mine")
+    result = push(adapter, NAME)
+    assert result.exit_code == 0, result.output
+    assert hub.pushed == {NAME: files}
 
 
 def test_a_model_that_is_public_is_not_pushed_to_unless_that_is_said(source, hub):

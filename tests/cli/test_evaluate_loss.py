@@ -3,12 +3,14 @@
 import importlib
 import json
 import math
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from click.testing import CliRunner
+from peft import LoraConfig, get_peft_model
 from transformers import AutoTokenizer, GPT2LMHeadModel
 
 from async_grpo.checkpoint.export import initial_folder, write_initial
@@ -55,6 +57,22 @@ def told(model, data, *options):
     assert f"loss {found['eval_loss']:.4f} a token, perplexity" in done.stdout
     assert found["perplexity"] == pytest.approx(math.exp(found["eval_loss"]))
     return found
+
+
+def test_an_adapter_is_evaluated_as_its_merged_model(model, tmp_path):
+    torch.manual_seed(5)
+    config = LoraConfig(target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+    adapted = get_peft_model(GPT2LMHeadModel.from_pretrained(model), config)
+    adapted.save_pretrained(tmp_path / "adapter")
+    theirs = adapted.merge_and_unload()
+    theirs.save_pretrained(tmp_path / "merged")
+    for file in Path(model).glob("*token*"):
+        shutil.copyfile(file, tmp_path / "merged" / file.name)
+    data = tmp_path / "pairs.jsonl"
+    data.write_text("".join(json.dumps({"input": p, "completion": c}) + "\n" for p, c in PAIRS))
+    losses = [told(str(tmp_path / name), str(data))["eval_loss"] for name in ("adapter", "merged")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    assert losses[0] != pytest.approx(told(model, str(data))["eval_loss"], rel=1e-3)
 
 
 def test_the_loss_of_a_text_in_blocks_is_transformers_own(model, tmp_path):

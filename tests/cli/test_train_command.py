@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from async_grpo.cli.train import main, resolved
+from async_grpo.cli.train import check_at_once, main, resolved
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.util import deadlines
+from async_grpo.util.errors import ConfigError, UnfitModel
 
+TINY = str(Path(__file__).parents[2] / "sample-data" / "tiny-countdown")
 REQUIRED = ("--model-name-or-path", "model", "--data-path", "data.jsonl")
 REPOSITORY = Path(__file__).parents[2]
 
@@ -38,6 +40,21 @@ def test_options_that_cannot_work_are_one_sentence_before_anything_is_imported(o
     assert result.exit_code == 1
     (line,) = result.stderr.splitlines()
     assert line.startswith(f"error: {sentence}")
+
+
+def test_models_and_adapters_are_told_apart_before_anything_loads(tmp_path):
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text('{"base_model_name_or_path": "/its/base"}')
+    options = {"data_path": "d", "output_dir": str(tmp_path), "trackers": ""}
+    remedy = (
+        f"an adapter of /its/base alone: give that model, and --adapter-path {adapter} to train"
+    )
+    with pytest.raises(UnfitModel, match=remedy):
+        check_at_once(resolved(TrainConfig(model_name_or_path=str(adapter), **options)))
+    said = f"--adapter-path must be the folder of an adapter in peft's format, .* got '{TINY}'"
+    with pytest.raises(ConfigError, match=said):
+        check_at_once(resolved(TrainConfig(model_name_or_path=TINY, adapter_path=TINY, **options)))
 
 
 @pytest.mark.parametrize(

@@ -144,6 +144,14 @@ def test_a_model_without_its_tokenizer_is_refused_before_anything_loads(mode, tm
     assert result.stderr.endswith(f"{tmp_path} has none: copy its files there\n")
 
 
+def test_an_adapter_without_its_base_is_refused_before_anything_loads(tmp_path):
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "/x/y"}')
+    (tmp_path / "adapter_model.safetensors").write_text("")
+    result = CliRunner().invoke(worker.main, ["--model-path", str(tmp_path)])
+    assert result.exit_code == 1
+    assert result.stderr.startswith("error: an adapter needs the model that it belongs to")
+
+
 @pytest.mark.parametrize(
     ("error", "waits"), [(ConfigError("no"), False), (WorkerError("no"), True)]
 )

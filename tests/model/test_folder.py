@@ -48,8 +48,8 @@ ADAPTER = {"adapter_config.json": {"base_model_name_or_path": "Qwen/Qwen3-8B", "
 FOREIGN = {
     "gguf": (["model-Q4_K_M.gguf"], {}, "holds GGUF, llama.cpp's format: use the full"),
     "gguf of": (["model.gguf"], {"config.json": {"_name_or_path": "Qwen/Qwen3-8B"}}, "model, Qwen"),
-    "adapter": (["adapter_model.safetensors"], ADAPTER, "an adapter of Qwen/Qwen3-8B alone: merge"),
-    "adapter, .bin": (["adapter_model.bin"], ADAPTER, r"PEFT \(.*merge_and_unload\(\)"),
+    "adapter": (["adapter_model.safetensors"], ADAPTER, "an adapter of Qwen/Qwen3-8B alone: give"),
+    "adapter, .bin": (["adapter_model.bin"], ADAPTER, "and --adapter-path .* to train the"),
     "diffusers": (["model.safetensors"], PIPELINE, r"a pipeline of diffusers \(model_index"),
 }  # fmt: skip
 

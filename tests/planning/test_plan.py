@@ -19,8 +19,12 @@ from async_grpo.planning.rates import Rates
 EXAMPLES = sorted({*Path("examples").glob("*.toml")} - {Path("examples/from_nothing.toml")})
 QWEN = "examples/qwen_7b.toml"
 TINY = "sample-data/tiny-countdown"
-DEVICES = {"qwen_7b": "8", "deepscaler": "8,8,8", "one_gpu": "1xL4"}  # as their first lines say
-SHAPES = {"laptop_pretrained": "smollm2-135m", "distil_two_teachers": TINY}  # made, or fetched
+DEVICES = {  # as their first lines say
+    "qwen_7b": "8", "deepscaler": "8,8,8", "one_gpu": "1xL4", "lora_7b": "1xH100",
+}  # fmt: skip
+SHAPES = {  # made, or fetched
+    "laptop_pretrained": "smollm2-135m", "lora_laptop": "smollm2-135m", "distil_two_teachers": TINY,
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -60,7 +64,7 @@ def test_every_example_is_planned(file, quick):
     assert all(line["formula"] for bill in found["bills"] for line in bill["lines"])
     assert [each["max_staleness"] for each in found["staleness"]] == [0, 1, 2, 4]
     shares = any("gpus_per" in line for line in found["settings"])
-    assert shares == (file.stem == "one_gpu")  # elsewhere whole devices are enough
+    assert shares == (file.stem in ("one_gpu", "lora_7b"))  # elsewhere whole devices are enough
     assert ("rates of [trainer]: measured on these cores" in found["assumptions"]) != bool(machines)
 
 

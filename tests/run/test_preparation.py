@@ -5,6 +5,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from oracle import tiny_model
+from peft import LoraConfig, get_peft_model
 from scripted_run import make_config
 
 from async_grpo.checkpoint.resume import Start
@@ -36,6 +38,29 @@ def test_a_file_of_the_user_s_that_was_edited_is_refused_naming_it_and_both_hash
     said = f"the {what} of {path}:Mine must be .*{saved[what]}, got {edited}: give the same one"
     with pytest.raises(CheckpointError, match=said):
         hashes("2", saved)
+
+
+def test_a_run_that_began_with_another_adapter_is_refused_to_go_on(tmp_path):
+    adapter = tmp_path / "adapter"
+    get_peft_model(tiny_model(tied=True), LoraConfig()).save_pretrained(adapter)
+    tiny_model(tied=True).save_pretrained(tmp_path / "model")
+    config = make_config(model_name_or_path=str(tmp_path / "model"), adapter_path=str(adapter))
+    facts = SimpleNamespace(tokenizer_hash="of the tokenizer")
+
+    def hashes(saved=None):
+        manifest = SimpleNamespace(hashes=saved)
+        start = Start(tmp_path / "checkpoint", manifest) if saved else Start()
+        return hash_contents(config, facts, (), start=start).result()
+
+    saved = hashes()
+    assert hashes(saved) == saved
+    for file in ("adapter_config.json", "adapter_model.safetensors"):
+        before = (adapter / file).read_bytes()
+        (adapter / file).write_bytes(before + b" ")
+        with pytest.raises(CheckpointError, match=f"the adapter of {adapter} must be what"):
+            hashes(saved)
+        (adapter / file).write_bytes(before)
+    assert hashes(saved) == saved
 
 
 def test_every_file_that_decides_what_is_trained_is_hashed(tmp_path):

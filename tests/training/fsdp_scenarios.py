@@ -319,6 +319,24 @@ def gathered(rank, *, source, target):
     return names
 
 
+def adapter_exports(rank, *, source, target):
+    """[N] log-probabilities after a step of an adapter's, which is exported, and merged."""
+    options = {"lora_rank": 4, "lora_alpha": 200.0}
+    learner = build_learner(rank, CONFIG.but(model_name_or_path=source, **options))
+    samples = make_samples(tiny_model(tied=True))
+    for index, part in enumerate(usual_rounds(rank, samples)):
+        learner.accumulate(Minibatch(index, tuple(part)))
+    tallies = sent_in_rounds(samples, aggregation="sample-mean")
+    learner.update(EndOfStep(0, 0, True, num_samples=6, num_tokens=300, sent=tallies))
+    policy, packed = learner.policy, collate(samples, aggregation="sample-mean")
+    with torch.no_grad():
+        scored = policy(packed, temperature=1.0, chunk_size=CHUNK_SIZE)
+    for end in ("adapter", "merged"):
+        of_adapter = end == "adapter"
+        export_hf(policy, source_folder=source, target=f"{target}-{end}", of_adapter=of_adapter)
+    return scored.logprobs
+
+
 class TermSeen:
     """A head term that keeps what it was handed of a teacher's rows; it costs nothing."""
 
@@ -484,6 +502,7 @@ def world(rank, *, source, target, models):
         ),
         "held out": held_out(rank, source=source, target=target),
         "gathered": gathered(rank, source=source, target=target),
+        "adapter": adapter_exports(rank, source=source, target=target),
         "mixture": mixture(rank),
         "adapted mixture": adapted_mixture(sharded=True),
         "adapted mixture checkpointing": adapted_mixture(sharded=True, checkpointing=True),

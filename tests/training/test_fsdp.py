@@ -7,6 +7,7 @@ round, and whether each minibatch or only a closing one reduces gradients.
 import functools
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from adapted_models import KINDS, adapted, adapted_twin, scale_of, tiny
@@ -29,11 +30,13 @@ from fsdp_scenarios import (
 from loading_scenarios import write_models
 from oracle import (
     oracle_gradient,
+    oracle_logprobs,
     oracle_outputs,
     relative_difference,
     tiny_config,
     tiny_model,
 )
+from peft import PeftModel
 from ranks import run_ranks
 from test_experts import model_of
 from test_held_out import oracle_loss
@@ -340,6 +343,26 @@ def test_rank_0_receives_whole_parameters_and_exports_them(ran):
     ):
         assert torch.equal(got, want)
         assert torch.equal(stored, want)
+
+
+@pytest.mark.integration
+@torch.no_grad()
+def test_stock_peft_loads_an_adapter_s_export_with_the_trainer_s_logprobs(ran):
+    base = tiny_model(tied=True)
+    loaded = PeftModel.from_pretrained(base, f"{ran['target']}-adapter")
+    samples = make_samples(tiny_model(tied=True))
+    masks = torch.from_numpy(np.concatenate([s.episode.rows[0].loss_mask for s in samples]))
+    theirs = torch.cat([oracle_logprobs(loaded, each, temperature=1.0) for each in samples])[masks]
+    for mine in ran["adapter"]:
+        assert (mine - theirs).abs().max() <= 5e-6
+    as_it_was = torch.cat(
+        [oracle_logprobs(tiny_model(tied=True), each, temperature=1.0) for each in samples]
+    )
+    assert (as_it_was[masks] - theirs).abs().max() > 1e-3  # the adapter tells
+    merged = load_policy(f"{ran['target']}-merged", attention="packed", dtype=torch.float32).model
+    own = dict(loaded.merge_and_unload().named_parameters())
+    for name, parameter in merged.named_parameters():
+        assert (parameter - own[name]).abs().max() <= 1e-6, name
 
 
 @pytest.mark.integration
