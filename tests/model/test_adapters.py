@@ -1,6 +1,5 @@
 """An adapter is peft's: its values, its merged weights, its files; what cannot work is refused."""
 
-
 import pytest
 from adapted_models import KINDS, adapted
 from oracle import tiny_model
