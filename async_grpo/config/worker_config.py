@@ -40,6 +40,7 @@ from async_grpo.util.errors import ConfigError
 from async_grpo.util.user_code import UserCode, split_arguments, text_of
 
 DEFAULT_MAX_NUM_SEQS = 64
+LARGEST_RANK = 512  # of an adapter, in vLLM
 WITH_MODEL = (GENERATION, LOGPROB, TEACHER, JUDGE, REWARD)
 USERS_OWN = "path/to/file.py:Name"  # a mode with a colon names a class of the user
 SWITCHES = {  # former environment variables, and the options that replace them
@@ -54,8 +55,8 @@ OURS = {  # vLLM's name: our option
     **{
         name: name
         for name in (
-            "dtype", "enable_prefix_caching", "gpu_memory_utilization", "max_model_len",
-            "max_num_seqs", "tensor_parallel_size",
+            "dtype", "enable_prefix_caching", "gpu_memory_utilization", "max_lora_rank",
+            "max_loras", "max_model_len", "max_num_seqs", "tensor_parallel_size",
         )
     },
 }  # fmt: skip
@@ -133,6 +134,11 @@ class WorkerConfig(Options):
     keep_kv_cache: bool = option(False)
     """running sequences keep their KV cache when weights are updated, rather than compute it again:
     log-probabilities of what they sample after it are then of mixed weights"""
+    max_lora_rank: int = option(0)
+    """serve adapters of at most this rank beside the model, which then takes no weights of its own;
+    0: none"""
+    max_loras: int = option(4, must=AT_LEAST_1)
+    """adapters, one a weights version, of which sequences may run at a time; those of more wait"""
     unconfined_rewards: bool = option(
         False, group="Only with --mode generation, verifier or environment"
     )
@@ -220,6 +226,16 @@ class WorkerConfig(Options):
                 "for example `export JUDGE_API_KEY=...`, and --judge-key JUDGE_API_KEY",
             )
         self._check_devices()
+        if self.max_lora_rank > LARGEST_RANK:
+            raise self.refusal(
+                "max_lora_rank",
+                f"must be at most {LARGEST_RANK}, which vLLM serves",
+                "train a smaller --lora-rank, or have it published merged",
+            )
+        if self.max_lora_rank and self.mode != GENERATION:
+            raise self.refusal(
+                "max_lora_rank", f"must be 0 with --mode {self.mode}", "generation serves adapters"
+            )
         if self.num_workers > 1 and self.mode == VERIFIER:
             raise self.refusal(
                 "num_workers",

@@ -11,6 +11,7 @@ import itertools
 import logging
 import time
 from collections.abc import Awaitable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TypeVar
@@ -30,6 +31,7 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.rollout import vllm_requests, weights_update
+from async_grpo.rollout.adapters import Adapters, InUse
 from async_grpo.rollout.engine_args import USAGE, engine_args
 from async_grpo.types import (
     Experts,
@@ -39,6 +41,7 @@ from async_grpo.types import (
     WeightsSnapshot,
     WeightsVersion,
 )
+from async_grpo.types.snapshots import NUM_ROWS
 from async_grpo.util import deadlines
 from async_grpo.util.errors import WeightSyncError, WorkerError
 from async_grpo.weight_sync.buckets import check_whole
@@ -80,7 +83,11 @@ class Engine:
 
     def __init__(self, config: WorkerConfig) -> None:
         self._llm = AsyncLLM.from_engine_args(engine_args(config), usage_context=USAGE)
-        self.max_num_seqs: int = self._llm.vllm_config.scheduler_config.max_num_seqs
+        lora, seats = self._llm.vllm_config.lora_config, self._llm.vllm_config.scheduler_config
+        self.max_lora_rank: int = lora.max_lora_rank if lora else 0
+        self.max_num_seqs: int = seats.max_num_seqs - (NUM_ROWS if lora else 0)
+        # None: weights replace the model's.
+        self._adapters = Adapters(self._llm) if lora else None
         self._request_ids = itertools.count()
         self._running: dict[str, _Running] = {}  # by vLLM's id of the request
         self._staging = weights_update.StagedWeights()
@@ -122,9 +129,14 @@ class Engine:
         prompt = tokens_input(request.input_token_ids.tolist())
         running = self._running[request_id] = _Running(request.lease_id, time.monotonic())
         try:
-            with _alive():
-                params = vllm_requests.sampling_params(request)
-                answers = self._llm.generate(prompt, params, request_id, priority=request.priority)
+            with _alive(), self._adapter_in_use() as (adapter, version):
+                answers = self._llm.generate(
+                    prompt,
+                    vllm_requests.sampling_params(request),
+                    request_id,
+                    lora_request=adapter,
+                    priority=request.priority,
+                )
                 *_, final = [output async for output in answers]
         except VLLMValidationError as error:
             raise vllm_requests.no_grammar(error) from error
@@ -133,7 +145,10 @@ class Engine:
         finally:
             del self._running[request_id]
         self._delay.ended(began_at=running.began_at)
-        return tuple(vllm_requests.read_completion(output) for output in final.outputs)
+        return tuple(vllm_requests.read_completion(output, version) for output in final.outputs)
+
+    def _adapter_in_use(self) -> AbstractContextManager[InUse]:
+        return self._adapters.in_use() if self._adapters else contextlib.nullcontext((None, None))
 
     async def _capture(self) -> None:
         """Let the engine tell which experts it chooses, before its first weights are served."""
@@ -165,14 +180,13 @@ class Engine:
             EngineBrokenError: the loading itself failed.
         """
         await self.expect(snapshot)
+        if self._adapters is not None:
+            return await self._load_adapter(self._adapters, snapshot, fetch)
         staging = self._staging
         try:
             wanted = staging.begin(snapshot)
             await self._transfer("start_weight_update", self._llm.start_weight_update())
-            async with weights_update.fetch_ahead(wanted, fetch) as fetched:
-                indices = itertools.count()
-                async for _, data in fetched:
-                    await asyncio.to_thread(staging.take, next(indices), data)
+            await weights_update.fetch_into(staging, wanted, fetch)
             staged = {"path": staging.path, "tensors": [list(meta) for meta in snapshot.tensors]}
             mapping = self._llm.update_weights(WeightTransferUpdateRequest(staged))
             await self._transfer("update_weights", mapping)
@@ -185,6 +199,21 @@ class Engine:
         loaded = await self.apply(snapshot)
         staging.end()
         return replace(loaded, received_bytes=sum(each.size_bytes for each in wanted))
+
+    async def _load_adapter(
+        self, adapters: Adapters, snapshot: WeightsSnapshot, fetch: weights_update.Fetch
+    ) -> Loaded:
+        """Give new requests this adapter, while those that run keep theirs: nothing pauses."""
+        await self._capture()
+        adapter = await adapters.write(snapshot, fetch)
+        await adapters.add(adapter, snapshot, transfer=self._transfer)
+        # With sequences of --max-loras other adapters running it waits for the end of some.
+        canary = vllm_requests.CanaryPass(self._llm, snapshot.canary, adapter=adapter.request)
+        with _alive():
+            await canary.queue()
+            scores = await canary.scores()
+        received = adapter.received_bytes
+        return Loaded(0.0, 0, 0, scores, canary.problem, received, canary.experts)
 
     async def _wait_for_ends(self) -> None:
         states = self._llm.output_processor.request_states
@@ -208,8 +237,16 @@ class Engine:
         await self._transfer("init_weight_transfer_engine", call, timeout_s=timeout_s)
 
     async def expect(self, snapshot: WeightsSnapshot) -> None:
-        """Raise `WeightSyncError` unless these are the model's parameters, all or with its rest."""
+        """Raise `WeightSyncError` unless these are the model's parameters, or an adapter's."""
         check_whole(snapshot.tensors, snapshot.buckets)
+        if bool(snapshot.adapter) != (self._adapters is not None):
+            raise WeightSyncError(
+                "an engine takes adapters, or weights of its model where it was started without "
+                f"--max-lora-rank, got {'an adapter' if snapshot.adapter else 'weights'}: start "
+                f"the worker {'with' if snapshot.adapter else 'without'} --max-lora-rank"
+            )
+        if snapshot.adapter:
+            return
         tensors = [list(meta) for meta in snapshot.tensors]
         call = self._llm.collective_rpc("expect_weights", args=(tensors, snapshot.rest_of_folder))
         await self._transfer("expect_weights", call)
@@ -289,6 +326,8 @@ class Engine:
         try:
             renaming = self._llm.update_weight_version(str(version))
             await self._transfer("update_weight_version", renaming)
+            if self._adapters is not None:
+                self._adapters.version = version
         finally:
             await self._transfer("resume_generation", self._llm.resume_generation())
 

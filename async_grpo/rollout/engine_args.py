@@ -6,21 +6,26 @@ from argparse import ArgumentError
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
+from typing import get_args
 
-from transformers import PreTrainedConfig
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 from vllm.config import ModelConfig
+from vllm.config.lora import MaxLoRARanks
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from async_grpo.config.roles import REWARD
+from async_grpo.config.roles import GENERATION, REWARD
 from async_grpo.config.worker_config import WorkerConfig, check_known
 from async_grpo.devices.bill import KV_BLOCK_TOKENS, WHOLE_SHARE, batched_on_cpu, cache_of_cpu
 from async_grpo.model.foreign_folders import config_file, quantization_of
-from async_grpo.model.model_folder import longrope_positions
+from async_grpo.model.model_folder import longrope_positions, read_config
 from async_grpo.model.text_towers import is_tower, text_model
 from async_grpo.rollout.scheduler import KEEP
+from async_grpo.types.snapshots import NUM_ROWS
 from async_grpo.util.errors import ConfigError
 from async_grpo.weight_sync.vllm_extension import TEXT_TOWER
 
@@ -65,6 +70,14 @@ def engine_args(config: WorkerConfig) -> AsyncEngineArgs:
     )
     if serves_text_alone(Path(config.model_path)):
         args.hf_overrides, args.load_format = text_alone, TEXT_TOWER
+    if config.mode == GENERATION and config.max_lora_rank:
+        args.enable_lora, args.max_loras = True, config.max_loras
+        args.max_lora_rank = rank_for(config.max_lora_rank)
+        # Else vLLM gives adapters to heads and experts, too: it cannot score prompts, the canary
+        # among them, with a head's on a CPU, and has no experts' there.
+        args.lora_target_modules = linear_names(Path(config.model_path))
+        if args.max_num_seqs:
+            args.max_num_seqs += NUM_ROWS  # see `SeatsForCanary`
     if config.mode == REWARD:  # its weights stay, and it samples nothing
         args.runner, args.scheduler_cls, args.scheduling_policy = "pooling", None, "fcfs"
     if on_cpu:
@@ -91,6 +104,25 @@ def text_alone(config: PreTrainedConfig) -> PreTrainedConfig:
     return text
 
 
+def rank_for(rank: int) -> MaxLoRARanks:
+    """The least rank that vLLM has memory for, of those that hold adapters of `rank`.
+
+    >>> [rank_for(rank) for rank in (1, 2, 16, 17, 512)]
+    [1, 8, 16, 32, 512]
+    """
+    ranks: tuple[MaxLoRARanks, ...] = get_args(MaxLoRARanks)
+    return next(each for each in ranks if each >= rank)
+
+
+def linear_names(folder: Path) -> list[str]:
+    """The last names of a model's linear layers but for its head, as peft's `all-linear`."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(read_config(folder))
+    head = model.get_output_embeddings()
+    linear = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head]
+    return sorted({name.rpartition(".")[2] for name in linear})
+
+
 def share_for_cache(config: WorkerConfig, *, device_bytes: Callable[[], int]) -> float:
     """The share of a device for the weights and a KV cache of `kv_cache_gib`; 0 without that.
 
@@ -105,7 +137,7 @@ def share_for_cache(config: WorkerConfig, *, device_bytes: Callable[[], int]) ->
 
 
 def _fit_to_cpu(args: AsyncEngineArgs, config: WorkerConfig) -> None:
-    args.max_num_seqs = config.capacity
+    args.max_num_seqs = config.capacity + (NUM_ROWS if args.enable_lora else 0)
     args.enforce_eager = True
     args.block_size = KV_BLOCK_TOKENS
     # A seeded request whose prompt is cut in two rewinds its generator. A CPU generator cannot, and

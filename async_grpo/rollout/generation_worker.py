@@ -100,6 +100,8 @@ class GenerationWorker:
             tokenizer_hash=self._tokenizer_hash,
             temperature=self._temperature,
             dtype=self._engine.dtype,
+            max_lora_rank=self._engine.max_lora_rank,
+            max_loras=self._config.max_loras if self._engine.max_lora_rank else 0,
             devices=await self._alive(self._engine.devices()),
             lease_s=self._config.worker_lease_s,
             startup=self._startup,
@@ -175,6 +177,8 @@ class GenerationWorker:
             raise WeightSyncError(
                 "weights must be newer than those that are served: send later ones"
             )
+        if snapshot.adapter:
+            raise WeightSyncError("an adapter is fetched, not received: publish it by load_weights")
         await self._alive(self._engine.expect(snapshot))
 
     async def receive_weights(

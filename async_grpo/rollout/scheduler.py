@@ -31,8 +31,10 @@ from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from async_grpo.rollout.expert_choices import ReturnsExperts
+from async_grpo.types.snapshots import NUM_ROWS
 
 KEEP = "keep_kv_cache"  # in vLLM's `additional_config`
+FIRST_IN_QUEUE = -1  # the priority of the canary; all other requests have 0 or more
 # An output with any other field is not held back: that belongs to its tokens alone.
 MERGED = {
     "request_id", "new_token_ids", "new_logprobs", "prefill_stats", "trace_headers",
@@ -199,11 +201,28 @@ class KeptCaches(Mixin):
         return True
 
 
-class WholeOutputsScheduler(WholeOutputs, KeptCaches, ReturnsExperts, Scheduler):
+class SeatsForCanary(Mixin):
+    """A mixin, before a `Scheduler`, for an engine that is not paused when it gets an adapter.
+
+    Some of vLLM's seats are the canary's, which would wait for the end of a sequence otherwise.
+    """
+
+    def schedule(self, *args: object, **options: object) -> SchedulerOutput:
+        if self.lora_config:
+            at_front = bool(self.waiting) and self.waiting.peek_request().priority == FIRST_IN_QUEUE
+            num_rows = sum(each.priority == FIRST_IN_QUEUE for each in self.waiting if at_front)
+            self.max_num_active_reqs = self.max_num_running_reqs - NUM_ROWS + num_rows
+        output: SchedulerOutput = super().schedule(*args, **options)
+        return output
+
+
+class WholeOutputsScheduler(SeatsForCanary, WholeOutputs, KeptCaches, ReturnsExperts, Scheduler):
     """Schedules one step at a time, as on a CPU."""
 
 
-class WholeOutputsAsyncScheduler(WholeOutputs, KeptCaches, ReturnsExperts, AsyncScheduler):
+class WholeOutputsAsyncScheduler(
+    SeatsForCanary, WholeOutputs, KeptCaches, ReturnsExperts, AsyncScheduler
+):
     """Schedules the next step while one runs."""
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from vllm import SamplingParams
 from vllm.inputs import tokens_input
+from vllm.lora.request import LoRARequest
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -18,6 +19,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from async_grpo.rollout.expert_choices import WANTED
+from async_grpo.rollout.scheduler import FIRST_IN_QUEUE
 from async_grpo.types import (
     CanaryRow,
     Experts,
@@ -31,7 +33,6 @@ from async_grpo.util import deadlines
 from async_grpo.util.errors import ConfigError, WorkerError
 
 MAX_SEED = 2**63 - 1
-FIRST_IN_QUEUE = -1  # a priority; all other requests have 0 or more
 
 
 def sampling_params(request: GenerationRequest) -> SamplingParams:
@@ -65,10 +66,17 @@ def no_grammar(error: BaseException) -> ConfigError:
     return ConfigError(f"a schema must be one that vLLM can make a grammar of, got: {error}")
 
 
-def read_completion(output: CompletionOutput) -> Turn:
-    """The output with an empty text; raises `WorkerError` when it cannot be trained on."""
+def read_completion(output: CompletionOutput, version: WeightsVersion | None = None) -> Turn:
+    """The output with an empty text; raises `WorkerError` when it cannot be trained on.
+
+    `version`: that of the adapter that it was sampled with from the first token to the last.
+    """
     token_ids = np.asarray(output.token_ids, dtype=np.int32)
-    logprobs, versions = read_logprobs(output), _version_spans(output)
+    logprobs = read_logprobs(output)
+    if version is None:
+        versions = _version_spans(output)
+    else:
+        versions = (VersionSpan(version, 0, len(token_ids)),) if len(token_ids) else ()
     experts = output.routed_experts
     if experts is not None:  # [P+L-1, layers, chosen]
         experts = experts.reshape(len(experts), -1)
@@ -117,8 +125,11 @@ class CanaryPass:
     the engine is raised.
     """
 
-    def __init__(self, llm: AsyncLLM, rows: Sequence[CanaryRow]) -> None:
+    def __init__(
+        self, llm: AsyncLLM, rows: Sequence[CanaryRow], *, adapter: LoRARequest | None = None
+    ) -> None:
         self._llm = llm
+        self._adapter = adapter
         self._rows = rows
         self._answers: list[RequestOutputCollector] = []
         self.problem = ""
@@ -140,6 +151,7 @@ class CanaryPass:
                     f"canary-{index}",
                     tokens_input(row.token_ids.tolist()),
                     parameters,
+                    lora_request=self._adapter,
                     priority=FIRST_IN_QUEUE,
                 )
                 self._answers.append(answer)

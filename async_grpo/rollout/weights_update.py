@@ -19,12 +19,19 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
+from safetensors.torch import save
 
 from async_grpo.types import WeightsBucket, WeightsDelta, WeightsSnapshot, WeightsVersion
 from async_grpo.util import deadlines
 from async_grpo.util.add_ons import add_on
 from async_grpo.util.errors import SnapshotLostError, WeightSyncError
-from async_grpo.weight_sync.buckets import ITEM_BYTES, check_bytes, laid_out_bytes, parts
+from async_grpo.weight_sync.buckets import (
+    ITEM_BYTES,
+    check_bytes,
+    laid_out_bytes,
+    parts,
+    view_tensor,
+)
 
 if TYPE_CHECKING:
     from vllm.v1.engine.output_processor import RequestState
@@ -81,6 +88,14 @@ class StagedWeights:
         check_bytes(data, size_bytes=bucket.size_bytes, checksum=bucket.checksum)
         for piece, part in parts(bucket, data):
             self._file.write(part, piece.offset_bytes)
+
+    def as_safetensors(self) -> SharedFile:
+        """The staged tensors in another file, as safetensors has them."""
+        data = np.memmap(self.path, dtype=np.uint8, mode="c")
+        content = save({meta.name: view_tensor(data, meta) for meta in self._snapshot.tensors})
+        file = SharedFile(len(content))
+        file.write(np.frombuffer(content, dtype=np.uint8), 0)
+        return file
 
     def end(self) -> None:
         """Called when the engine has loaded all staged weights."""
@@ -169,6 +184,15 @@ async def fetch_ahead(buckets: Sequence[Wanted], fetch: Fetch) -> AsyncIterator[
         for task in under_way:
             task.cancel()
         await asyncio.gather(*under_way, return_exceptions=True)
+
+
+async def fetch_into(staging: StagedWeights, wanted: Sequence[Wanted], fetch: Fetch) -> None:
+    """Stage all that `StagedWeights.begin` wants."""
+    async with fetch_ahead(wanted, fetch) as fetched:
+        index = 0
+        async for _, data in fetched:
+            await asyncio.to_thread(staging.take, index, data)
+            index += 1
 
 
 class UpdateDelay:

@@ -233,13 +233,13 @@ def _columns(place: _Place, chosen: Tensor, width: int) -> Tensor:
 
 def _num_differing(place: _Place, sample: WeightSample, rows: Tensor, columns: Tensor) -> int:
     """Samples that differ at a place, which holds `rows` and `columns` of the parameter."""
-    expected, (at, of) = torch.from_numpy(sample.values), _common(rows, sample.rows)
+    expected, (at, of) = torch.from_numpy(sample.values), common(rows, sample.rows)
     expected = expected[of]
     held = getattr(place.module, place.attribute)
     if expected.ndim < 2:
         live = held[place.start : place.start + place.size][at]
     else:
-        across, of_columns = _common(columns, sample.columns)
+        across, of_columns = common(columns, sample.columns)
         expected = expected[:, of_columns]
         if place.is_packed:
             live = _columns(place, across, len(columns))[at]
@@ -254,10 +254,10 @@ def _unequal(live: Tensor, expected: Tensor) -> Tensor:
     return (live - expected).abs().nan_to_num(torch.inf) >= torch.finfo(live.dtype).tiny
 
 
-def _common(held: Tensor, wanted: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+def common(held: Tensor, wanted: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
     """Where the indices that both have lie in each of the two.
 
-    >>> [at.tolist() for at in _common(torch.tensor([4, 5, 6]), np.array([6, 2, 4]))]
+    >>> [at.tolist() for at in common(torch.tensor([4, 5, 6]), np.array([6, 2, 4]))]
     [[0, 2], [2, 0]]
     """
     _, at, of = np.intersect1d(held.numpy(), wanted, return_indices=True)

@@ -28,6 +28,7 @@ from vllm.distributed.weight_transfer.nccl_engine import (
     NCCLWeightTransferEngine,
     NCCLWeightTransferInitInfo,
 )
+from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.attention import MLAAttention
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
@@ -40,6 +41,7 @@ from async_grpo.model.text_towers import text_name
 from async_grpo.model.weight_files import tensors_in
 from async_grpo.types import TensorMeta, WeightSample
 from async_grpo.util.errors import WeightSyncError
+from async_grpo.weight_sync.adapter_checks import AdapterReadback, leave_base_rows_alone
 from async_grpo.weight_sync.buckets import dtype_name, view_tensor
 from async_grpo.weight_sync.routes import check_group
 from async_grpo.weight_sync.update_checks import (
@@ -292,6 +294,8 @@ def _pack_tied_head(model: torch.nn.Module) -> None:
 class WeightsExtension:
     """Methods that vLLM adds to each of its workers, called by name for an update."""
 
+    _adapters: AdapterReadback | None = None
+
     def device_id(self) -> str:
         """The identity of this worker's NVIDIA device, empty on a CPU."""
         device: torch.device = self.device  # type: ignore[attr-defined]
@@ -309,6 +313,17 @@ class WeightsExtension:
     def unreadable_weights(self) -> list[str]:
         """The parameters for which a missed update cannot be detected."""
         return sorted(self.weight_transfer_engine.unreadable or ())  # type: ignore[attr-defined]
+
+    def add_adapter(self, name: str, number: int, folder: str, samples: list[Packed]) -> None:
+        """Load an adapter; raises `WeightSyncError` unless vLLM computes with these `samples`."""
+        runner: Any = self.model_runner  # type: ignore[attr-defined]
+        if current_platform.is_cpu():
+            leave_base_rows_alone()
+        runner.add_lora(LoRARequest(name, number, folder))
+        if self._adapters is None:
+            self._adapters = AdapterReadback(runner.lora_manager._adapter_manager)
+        found = self._adapters.differing(number, Path(folder), unpack_samples(samples))
+        check_samples(found)
 
     def discard_weight_update(self) -> None:
         """Undo an update that was begun and not finished."""

@@ -14,6 +14,12 @@ def make_config(**options):
     ("options", "sentence"),
     [
         ({"gpus_per_worker": 2.0}, r"--gpus-per-worker must be at most 1, got 2.0: --tensor-paral"),
+        (
+            {"max_lora_rank": 513},
+            r"at most 512, which vLLM serves, got 513: train a smaller --lora-",
+        ),
+        ({"max_lora_rank": 8, "mode": "logprob"}, "must be 0 with --mode logprob, got 8"),
+        ({"max_loras": 0}, "--max-loras must be at least 1"),
         ({"gpus_per_worker": 0.0}, "--gpus-per-worker must be positive"),
         ({"gpus_per_worker": 0.5, "tensor_parallel_size": 2}, "must be 1 with --tensor-parallel"),
         ({"gpu_memory_utilization": 92.0}, "--gpu-memory-utilization must be at most 1, got 92.0"),
