@@ -5,9 +5,15 @@ from types import SimpleNamespace
 import pytest
 
 from async_grpo.config.train_config import TrainConfig
+from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.types import WorkerInfo
 from async_grpo.util.errors import ConfigError, WeightSyncError
-from async_grpo.weight_sync.routes import check_group, check_route, publishes_adapter
+from async_grpo.weight_sync.routes import (
+    check_group,
+    check_route,
+    publishes_adapter,
+    serving_adapters,
+)
 
 
 def worker(*devices):
@@ -60,11 +66,23 @@ def published(*workers, adapter=None, **options):
 def test_an_adapter_goes_alone_where_a_merge_would_lose_small_updates():
     assert published(engine())[0]
     assert published(engine(dtype="float32"), engine(dtype="bfloat16"))[0]
-    assert published(engine(dtype="float32")) == (
+    assert published(engine(dtype="float32", rank=0)) == (
         False, "a merge loses nothing in workers of float32",
     )  # fmt: skip
-    assert published(engine(dtype="float32"), adapter_publication="adapter")[0]
-    assert not published(engine(), adapter_publication="merged")[0]
+    assert published(engine(dtype="float32"))[0]  # whose engine takes nothing else
+    assert published(engine(rank=0), adapter_publication="merged") == (
+        False, "--adapter-publication is merged",
+    )  # fmt: skip
+
+
+def test_a_worker_of_adapters_is_refused_where_weights_are_merged():
+    with pytest.raises(ConfigError, match=r"w7 has 16, and --adapter-publication is merged"):
+        published(engine(), adapter_publication="merged")
+    with pytest.raises(ConfigError, match="--max-lora-rank must be 0 in workers of merged weights"):
+        published(engine(), adapter={"use_dora": True})
+    assert published(engine(rank=0), adapter={"use_dora": True}) == (
+        False, "vLLM serves no adapter with --use-dora",
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -82,12 +100,30 @@ def test_an_adapter_goes_alone_where_a_merge_would_lose_small_updates():
         ({}, [engine()], {"kl_coefficient": 0.1, "kl_estimator": "k1"}, "a reference worker"),
     ],
 )  # fmt: skip
-def test_weights_are_merged_where_an_adapter_alone_would_not_do(adapter, workers, options, why):
-    goes_alone, told = published(*workers, adapter=adapter, **options)
-    assert not goes_alone and why.split(".*")[0] in told
+def test_an_adapter_that_cannot_go_alone_is_refused_with_what_would_help(
+    adapter, workers, options, why
+):
     with pytest.raises(ConfigError, match=f"--adapter-publication must be merged: .*{why}"):
         published(*workers, adapter=adapter, adapter_publication="adapter", **options)
 
 
 def test_the_trainers_own_reference_needs_no_merged_weights():
     assert published(engine(), kl_coefficient=0.1)[0]
+
+
+def tables(*workers, on_cpu=False, **options):
+    config = TrainConfig(model_name_or_path="m", data_path="d", lora_rank=16, **options)
+    found = serving_adapters(config, config.adapter.stated, workers, on_cpu=on_cpu)
+    return [(each.max_lora_rank, each.max_loras) for each in found]
+
+
+def test_tables_get_room_for_adapters_where_the_run_sends_them():
+    engine = WorkerConfig(model_path="m")
+    teacher = WorkerConfig(model_path="m", mode="teacher", name="t")
+    assert tables(engine, teacher) == [(16, 4), (0, 4)]
+    assert tables(engine, max_staleness=4, eval_data_path="e") == [(16, 7)]
+    assert tables(engine, on_cpu=True) == [(0, 4)]
+    assert tables(engine, on_cpu=True, adapter_publication="adapter") == [(16, 4)]
+    assert tables(WorkerConfig(model_path="m", max_lora_rank=64)) == [(64, 4)]
+    for options in ({"use_dora": True}, {"adapter_publication": "merged"}):
+        assert tables(engine, **options) == [(0, 4)]
