@@ -129,14 +129,8 @@ class Adapter:
         """
         trained = {in_file(name): each for name, each in trained_parameters(policy)}
         if self.folder is not None:
+            self.check_file(policy)
             file = self.folder / SAFETENSORS_WEIGHTS_NAME
-            with safe_open(file, framework="pt") as content:
-                found = {*content.keys()}
-            if odd := sorted(found ^ trained.keys()):
-                raise UnfitModel(
-                    f"{file} must hold the tensors of its {CONFIG_NAME} for this model and no "
-                    f"others, {len(odd)} differ, first {odd[0]}: give the model of that adapter"
-                )
             for name, parameter in trained.items():
                 read_into(local_part(parameter), parameter, (file, name))
             return
@@ -148,6 +142,21 @@ class Adapter:
             if layer.use_dora[NAME]:  # B is 0
                 norms = local_part(own[f"{path}.weight"]).float().norm(dim=1)
                 local_part(layer.lora_magnitude_vector[NAME].weight).copy_(norms)
+
+    def check_file(self, policy: PolicyModel) -> None:
+        """Raise `UnfitModel` unless a folder's tensors are those of the adapter in `policy`."""
+        if self.folder is None:
+            return
+        wanted = {in_file(name): [*each.shape] for name, each in trained_parameters(policy)}
+        file = self.folder / SAFETENSORS_WEIGHTS_NAME
+        with safe_open(file, framework="pt") as content:
+            names = {*content.keys()}
+            found = {name: content.get_slice(name).get_shape() for name in names}
+        if odd := sorted(n for n in names | wanted.keys() if found.get(n) != wanted.get(n)):
+            raise UnfitModel(
+                f"{file} must hold the tensors of its {CONFIG_NAME} for this model and no "
+                f"others, {len(odd)} differ, first {odd[0]}: give the model of that adapter"
+            )
 
 
 def read_adapter_config(folder: Path) -> LoraConfig:
@@ -166,8 +175,8 @@ def read_adapter_config(folder: Path) -> LoraConfig:
         ) from error
     usual, found = vars(LoraConfig(peft_type="LORA")), vars(config)
     odd = sorted(n for n in found.keys() & stated.keys() - KNOWN if found[n] != usual[n])
-    if str(config.peft_type).rpartition(".")[2] != "LORA":
-        odd = ["peft_type"]
+    if (kind := str(stated.get("peft_type", "LORA"))) != "LORA":  # which LoraConfig overlooks
+        odd, found = ["peft_type"], {"peft_type": kind}
     if str(config.init_lora_weights).lower().startswith(ALTERS_BASE):
         odd = ["init_lora_weights"]
     if odd:
@@ -180,6 +189,7 @@ def read_adapter_config(folder: Path) -> LoraConfig:
     if config.lora_dropout:  # a trained token's ratio would not be 1 on policy
         logger.info("lora_dropout=%s of %s is switched off", config.lora_dropout, folder)
         config.lora_dropout = 0.0
+    config.inference_mode = False  # which peft saves, and nothing would train
     return config
 
 
@@ -200,6 +210,7 @@ def check_adapter(path: str, adapter: Adapter) -> None:
     config = read_config(Path(path))
     policy = PolicyModel(outline(config, attention=EAGER, dtype=torch.float32))
     adapter.inject(policy)
+    adapter.check_file(policy)
     targets = sorted({name.rpartition(".")[2] for name, _ in _layers(policy)})
     tried = LoraConfig(r=4, target_modules=targets, use_dora=adapter.config.use_dora)
     pairs, probe = probe_pairs(VOCAB_SIZE), Adapter(tried, adapter.seed, None)
