@@ -33,8 +33,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qw
 
 from async_grpo.cluster.cluster import Cluster
 from async_grpo.launch.interrupts import interrupt_once
-from async_grpo.model.adapters import FlatShards, served
 from async_grpo.model.policy import PolicyModel
+from async_grpo.model.served import FlatShards, served
 from async_grpo.training.fsdp import iter_full_tensors
 from async_grpo.types import WeightsSnapshot, WeightsVersion
 from async_grpo.weight_sync.buckets import tensor_bytes

@@ -143,7 +143,8 @@ def _in_seconds(
 
 def _adapter_fits(setup: Setup, model: ModelFacts) -> str:
     """What the run's adapter is of, in words; raises `UnfitModel` where it does not fit."""
-    from async_grpo.model.adapters import Adapter, check_adapter  # imports torch
+    from async_grpo.model.adapters import Adapter  # imports torch
+    from async_grpo.model.served import check_adapter
 
     adapter = Adapter.of(setup.train.adapter, model=model.path, seed=0)
     check_adapter(model.path, adapter)

@@ -185,7 +185,7 @@ def hf_named_parameters(policy: PolicyModel) -> Iterator[tuple[str, Tensor]]:
         if policy.adapter is None:
             yield name, parameter
         elif not parameter.requires_grad:
-            yield name.replace(".base_layer.", ".").replace(".original_module.", "."), parameter
+            yield name.replace(".base_layer", "").replace(".original_module", ""), parameter
 
 
 def trained_parameters(policy: PolicyModel) -> Iterator[tuple[str, Tensor]]:
@@ -259,11 +259,14 @@ def size_of(model: PreTrainedModel) -> ModelSize:
 def _active(model: PreTrainedModel) -> Iterator[tuple[Tensor, float]]:
     """Each parameter and the share of it that one token's products use: that of chosen experts."""
     chosen = getattr(model.config, "num_experts_per_tok", None) or 1
-    for name, parameter in model.named_parameters():
+    named = dict(model.named_parameters())
+    of_experts = {name: each for name, each in named.items() if ".experts." in name}
+    number = max((len(each) for each in of_experts.values() if each.ndim == 3), default=0)
+    for name, parameter in named.items():
         if ".original_module." in name:  # a copy of it trains in its place
             continue
-        is_of_experts = ".experts." in name and parameter.ndim == 3
-        yield parameter, min(1.0, chosen / len(parameter)) if is_of_experts else 1.0
+        is_shared_out = number and name in of_experts and (parameter.ndim == 3 or ".lora_" in name)
+        yield parameter, min(1.0, chosen / number) if is_shared_out else 1.0
 
 
 def training_flops(size: ModelSize, packed: PackedMinibatch) -> float:

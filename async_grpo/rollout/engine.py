@@ -31,7 +31,7 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.rollout import vllm_requests, weights_update
-from async_grpo.rollout.adapters import Adapters, InUse
+from async_grpo.rollout.engine_adapters import Adapters, InUse
 from async_grpo.rollout.engine_args import USAGE, engine_args
 from async_grpo.types import (
     Experts,

@@ -27,6 +27,7 @@ from async_grpo.data.table import QuestionTable
 from async_grpo.environments.chat.find import AUTO, find_renderer
 from async_grpo.environments.find import hash_files, users_environment
 from async_grpo.gateway.run_gateway import free_address, start_gateway
+from async_grpo.model.adapters import Adapter
 from async_grpo.model.model_folder import ModelFacts, check_model_folder, hash_model
 from async_grpo.model.policy import read_size
 from async_grpo.run import data
@@ -43,7 +44,7 @@ from async_grpo.util.user_code import UserCode
 from async_grpo.util.waiting import in_background
 from async_grpo.weight_sync.buckets import laid_out_bytes, lay_out, torch_dtype
 from async_grpo.weight_sync.publisher import Publisher
-from async_grpo.weight_sync.routes import published_dtype
+from async_grpo.weight_sync.routes import published_dtype, publishes_adapter
 from async_grpo.weight_sync.transport import open_sender
 from async_grpo.weight_sync.update_checks import ExpectedWeights
 
@@ -85,7 +86,12 @@ def open_run(
     sender = open_sender(config.memory.weight_transport, cluster, device_id=devices[0])
     main = MainRank(
         RunAtController(plan, cluster, recruit=partial(recruit, demand=demand)),
-        Publication(plan, Publisher(cluster, dtype=torch_dtype(dtype)), sender=sender),
+        Publication(
+            plan,
+            Publisher(cluster, dtype=torch_dtype(dtype)),
+            sender=sender,
+            alone=_publishes_adapter(config, workers),
+        ),
         record,
         workers=workers,
         hashes=hashes,
@@ -98,6 +104,19 @@ def open_run(
     for sentence in find_algorithm(config).in_words():
         logger.info("%s", sentence)
     return main
+
+
+def _publishes_adapter(config: TrainConfig, workers: Sequence[WorkerInfo]) -> bool:
+    """Whether workers are sent the adapter alone; logs why, or why it is merged."""
+    if not config.adapter.trains_adapter:
+        return False
+    model, seed = config.places.model_name_or_path, config.data.infinite_sampler_seed
+    policy = Adapter.of(config.adapter, model=model, seed=seed).outlined(model)
+    assert policy.adapter is not None
+    alone, why = publishes_adapter(config, policy.adapter.to_dict(), workers)
+    form = "the adapter alone" if alone else "weights with the adapter merged into them"
+    logger.info("workers are sent %s: %s", form, why)
+    return alone
 
 
 def _load(

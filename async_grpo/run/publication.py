@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -36,7 +37,12 @@ from async_grpo.util.errors import AsyncGrpoError, ProcessLostError, WorkerError
 from async_grpo.weight_sync.buckets import NamedTensors
 from async_grpo.weight_sync.publisher import Collected, Publisher
 from async_grpo.weight_sync.reference_schedule import ReferenceSchedule
-from async_grpo.weight_sync.sync_report import SyncReport, summarise_sync, sync_complaints
+from async_grpo.weight_sync.sync_report import (
+    SyncReport,
+    probe_complaints,
+    summarise_sync,
+    sync_complaints,
+)
 from async_grpo.weight_sync.transport import DeviceSender
 
 logger = logging.getLogger(__name__)
@@ -47,11 +53,18 @@ class Publication:
     """Publishes the weights of a run; rank 0 has one."""
 
     def __init__(
-        self, plan: BatcherPlan, publisher: Publisher, *, sender: DeviceSender | None
+        self,
+        plan: BatcherPlan,
+        publisher: Publisher,
+        *,
+        sender: DeviceSender | None,
+        alone: bool = False,
     ) -> None:
         """`sender` sends weights from device to device, before the object store has them."""
         config = plan.config
-        self.published_as = plan.incarnation, publisher.dtype
+        # `alone`: the adapter travels, and is not merged into weights.
+        self.published_as = plan.incarnation, publisher.dtype, alone
+        self._merges = config.adapter.trains_adapter and not alone
         self.canary = canary_tokens(question.input_token_ids for question in plan.questions)
         self._publisher = publisher
         self.announcements = Announcements()
@@ -59,11 +72,34 @@ class Publication:
         self._references = ReferenceSchedule(config.sampling)
         self._has_reference = find_algorithm(config).needs_reference
         self._newest: WeightsSnapshot | None = None
-        self._collected: tuple[Collected, tuple[CanaryRow, ...]] | None = None  # since `_newest`
+        self._collected: tuple[Collected, dict[str, Any]] | None = None  # since `_newest`
 
-    def collected(self, newest: Collected, canary: tuple[CanaryRow, ...]) -> None:
-        """Take the newest weights, to be announced, and the trainer's scores of the canary."""
-        self._collected = newest, canary
+    def collected(self, newest: Collected, **facts: Any) -> None:
+        """Take the newest weights, to be announced, and fields of their snapshot.
+
+        Of these `canary` has the trainer's scores of it.
+        """
+        self._collected = newest, facts
+
+    def prove(self, client: RunClient, before: tuple[CanaryRow, ...]) -> None:
+        """Have all generation workers serve the collected probe of an adapter; see `probing`.
+
+        `before`: the trainer's scores of the canary without it. Raises `WorkerError` when a worker
+        does not compute with it.
+        """
+        assert self._collected is not None, "the probe is collected before it is sent"
+        probe, self._collected = self._whole(*self._collected), None
+        timeout_s = deadlines.WEIGHTS_APPLIED_S
+        call = client.controller.publish.remote(client.run, probe, (GENERATION,), timeout_s)
+        report = client.wait(call, timeout_s=timeout_s + deadlines.PUBLISH_SLACK_S)[GENERATION]
+        wrong = [*report.failures.values(), *probe_complaints(probe, report, before)]
+        if wrong:
+            raise WorkerError(
+                "every generation worker must compute with the adapter that it is sent, the probe "
+                f"at the start shows that {len(wrong)} do not: {'; '.join(wrong)}; give workers "
+                "and trainer the same model folder, and report it if it is"
+            )
+        logger.info("a probe shows that adapters arrive in %d workers", len(report.acks))
 
     def send(self, client: RunClient, tensors: NamedTensors) -> None:
         """Send the newest weights over devices, before their announcement; collective."""
@@ -93,10 +129,10 @@ class Publication:
             due |= {REFERENCE: reference} if reference else {}
         return due
 
-    def _whole(self, newest: Collected, canary: tuple[CanaryRow, ...]) -> WeightsSnapshot:
+    def _whole(self, newest: Collected, facts: dict[str, Any]) -> WeightsSnapshot:
         snapshot = newest.wait()
         assert snapshot is not None, "rank 0 gets the snapshot"
-        return replace(snapshot, canary=canary)
+        return replace(snapshot, **facts)
 
     def restore_first_reference(self, snapshot: WeightsSnapshot | None) -> None:
         """Take the run's first weights as the reference of a resumed run."""
@@ -108,7 +144,8 @@ class Publication:
         for batches in start.state["references"]:
             saved = read_reference(Path(str(start.folder)), batches)
             version = WeightsVersion(self.published_as[0], batches)
-            self._references.restore(self._publisher.pack(saved, version=version))
+            packed = self._publisher.pack(saved, version=version)
+            self._references.restore(replace(packed, rest_of_folder=self._merges))
 
     def references_to_save(self, batches: int) -> Mapping[int, Read]:
         """Readers of the reference's moved weights for a checkpoint, by their batches."""
@@ -121,7 +158,7 @@ class OthersPublication(Absent):
     """In place of `Publication` on every other rank, which only takes part in collectives."""
 
     canary = canary_tokens(())
-    published_as: tuple[int, torch.dtype]  # unset: rank 0 shares its value
+    published_as: tuple[int, torch.dtype, bool]  # unset: rank 0 shares its value
     announcements = Absent()
 
     def send(self, client: RunClient, tensors: NamedTensors) -> None:

@@ -5,6 +5,7 @@ All ranks collect weights; rank 0 announces them. Ranks fetch what they need of 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from threading import Event
@@ -19,9 +20,18 @@ from async_grpo.checkpoint.saving import Read
 from async_grpo.cluster.cluster import Cluster
 from async_grpo.cluster.handles import WHO, RunClient
 from async_grpo.config.roles import teacher
-from async_grpo.model.adapters import FlatShards, Served, changed, served
+from async_grpo.model.adapters import adapter_text
 from async_grpo.model.collate import collate_pairs, split_by_row, to_device
 from async_grpo.model.lm_head import Head, Rescaling
+from async_grpo.model.served import (
+    FlatShards,
+    Served,
+    adapter_alone,
+    changed,
+    probing,
+    samples,
+    served,
+)  # fmt: skip
 from async_grpo.run.main_rank import MainRank, OtherRank
 from async_grpo.training.fsdp import compute_dtype, iter_device_tensors, reshard
 from async_grpo.training.learner import Learner
@@ -112,10 +122,11 @@ class SampledData(Iterator[StreamItem]):
         # Where every step of the batch was skipped, the published weights get its version too; the
         # ranks agree, for they skip together.
         if self._num_updates != self._learner.step.clocks.steps:
+            is_first = self._num_updates < 0
+            if is_first and self._learner.policy.adapter and self._config.asks_questions:
+                self._prove_delivery()
             self._num_updates = self._learner.step.clocks.steps
-            canary = score_canary(self._learner, weights.canary)
-            self._collected = self._collect(num_batches)
-            weights.collected(self._collected, canary)
+            self._gather(num_batches)
             if self._config.memory.weight_transport != OBJECT_STORE:
                 self._wait_collected()  # all ranks continue, or none
                 device = self._learner.device
@@ -149,25 +160,58 @@ class SampledData(Iterator[StreamItem]):
 
     def _collect(self, num_batches: int) -> Collected:
         """Gather the policy's current weights; collective."""
-        tensors = self._tensors()
         if self._collector is None:
-            self._incarnation, self._dtype = self._ranks.share(
+            self._incarnation, self._dtype, self._alone = self._ranks.share(
                 lambda: self._main.weights.published_as
             )
             self._collector = Collector(
-                Shards.of(self._learner.policy, tensors),
+                Shards.of(self._learner.policy, self._tensors()),
                 self._cluster,
                 device=self._learner.device,
                 dtype=self._dtype,
                 with_deltas=self._config.memory.weight_delta,
+                rest_of_folder=self._learner.policy.adapter is not None and not self._alone,
             )
         version = WeightsVersion(self._incarnation, num_batches)
-        return self._collector.collect(FlatShards(tensors), version=version)
+        return self._collector.collect(FlatShards(self._tensors()), version=version)
+
+    def _gather(self, num_batches: int) -> tuple[CanaryRow, ...]:
+        """Gather the current weights and what shows that they arrive; collective."""
+        weights, policy = self._main.weights, self._learner.policy
+        canary = score_canary(self._learner, weights.canary)
+        self._collected, facts = self._collect(num_batches), {}
+        if policy.adapter:
+            own = samples(
+                policy, alone=self._alone, dtype=self._dtype, seed=num_batches,
+                num_ranks=self._ranks.world_size,
+            )  # fmt: skip
+            found, lost, total = zip(*self._ranks.gather(own), strict=True)
+            facts = {
+                "samples": tuple(sample for of_rank in found for sample in of_rank),
+                "merge_loss": math.sqrt(sum(lost) / sum(total)) if sum(total) else None,
+                "adapter": adapter_text(policy) if self._alone else "",
+            }
+        weights.collected(self._collected, canary=canary, **facts)
+        return canary
+
+    def _prove_delivery(self) -> None:
+        """Show, before weights are published, that workers compute with what they are sent.
+
+        Collective. Raises `WorkerError` on all ranks when one does not.
+        """
+        before = score_canary(self._learner, self._main.weights.canary)
+        with probing(self._learner.policy):
+            self._gather(-1)  # before all versions of the run
+            self._wait_collected()
+        client = self._ranks.share(lambda: self._main.client)
+        self._ranks.on_main(lambda: self._main.weights.prove(client, before))
 
     def _tensors(self) -> dict[str, Served]:
         """What workers are sent of the current policy; collective."""
         policy = self._learner.policy
         reshard(policy)
+        if self._alone:
+            return adapter_alone(policy, divided=True)
         return (changed if policy.adapter else served)(policy, divided=True)
 
     def _open(self) -> RankStream:

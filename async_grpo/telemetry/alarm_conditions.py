@@ -20,6 +20,7 @@ NUM_COMPARED = 20  # first and last steps whose medians or means are compared
 MISMATCH_FACTOR, LEAST_MISMATCH_KL = 5.0, 0.02  # times the past value; nats a token
 LENGTH_FACTOR = 1.5  # times the past value
 MOST_TRUNCATED, MOST_EVEN = 0.9, 0.95  # shares of outputs, and of questions, that count as all
+MOST_LOST = 0.1  # of the norm of an adapter's change, by rounding
 NUM_NOW = 5  # last steps whose median is the present value
 NOISE = 3.0  # deviations of one step: a median over several does not move that far by chance
 REWARD_SHARE, LEAST_REWARD = 0.5, 0.01  # the fall as a share of the past value; the smallest fall
@@ -59,6 +60,18 @@ def _mismatch_rises(rows: Sequence[Row]) -> str | None:
         f"trainer and engine disagree more and more: mismatch_kl rose from {before:.2g} to "
         f"{now:.2g} nats a token; lower --learning-rate or --max-staleness, or correct for it "
         "by --importance-correction; if canary_mean rises too, engines serve other weights"
+    )
+
+
+def _lost_in_merging(rows: Sequence[Row]) -> str | None:
+    """Rounding takes much of what the adapter changes, so that engines serve another policy."""
+    share = rows[-1].get("merge_loss")
+    if share is None or share <= MOST_LOST:
+        return None if share is None else ""
+    return (
+        f"rounding takes {share:.0%} of what the adapter changes (merge_loss): engines sample from "
+        "another policy than is trained; start workers with --max-lora-rank, which are sent the "
+        "adapter alone, or with --dtype float32"
     )
 
 
@@ -248,6 +261,7 @@ CONDITIONS: Mapping[str, tuple[int, Condition]] = {
     "collapsed": (1, _collapsed),
     "not_finite": (1, _not_finite),
     "gradient_spike": (1, _gradient_spikes),
+    "lost_in_merging": (1, _lost_in_merging),
     "mismatch_rising": (NUM_STEPS, _mismatch_rises),
     "all_truncated": (NUM_STEPS, _all_truncated),
     "no_signal": (NUM_STEPS, _no_signal),

@@ -99,6 +99,9 @@ class StepFacts:
     canary_routing_mismatch = fact("fraction", "Canary routing mismatch")
     """share of an engine's choices of experts on these tokens that are not the trainer's; null for
     a dense model"""
+    merge_loss = fact("fraction", "Lost in merging")
+    """norm of what rounding to the published type takes of an adapter's change of the weights, by
+    the norm of that change, over sampled numbers; null without an adapter that is merged"""
 
 
 class Pipeline:

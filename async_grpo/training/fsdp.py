@@ -29,8 +29,8 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
-from async_grpo.model.adapters import Served, served
 from async_grpo.model.policy import PolicyModel, trained_parameters
+from async_grpo.model.served import Served, served
 from async_grpo.model.weight_files import local_part, own_rows
 
 
@@ -77,7 +77,9 @@ def shard(
     for layer in policy.layers:
         if compile:
             layer.compile(dynamic=True)  # packed rows differ in length
-        for part in (*_experts(layer), layer):
+        # peft changes the weights of experts before their forward, which must then be whole.
+        apart = [] if policy.adapter and policy.adapter.target_parameters else _experts(layer)
+        for part in (*apart, layer):
             fully_shard(part, reshard_after_forward=not keep_gathered, **options)
     # The root's arguments are a minibatch and head terms: teachers' payloads stay float32.
     fully_shard(policy, **(options | {"mp_policy": replace(precision, cast_forward_inputs=False)}))

@@ -16,11 +16,12 @@ from async_grpo.batching.supervised import pack_pairs
 from async_grpo.config.train_config import Settings, TrainConfig, with_settings
 from async_grpo.devices.bill import GIB, trainer_bill, with_checkpointing_if_needed
 from async_grpo.devices.current import free_bytes
-from async_grpo.model.adapters import Adapter, base_dtype, check_adapter
+from async_grpo.model.adapters import Adapter, base_dtype
 from async_grpo.model.attention import choose_attention
 from async_grpo.model.collate import collate, to_device
 from async_grpo.model.loading import check_trainable, load_sharded
 from async_grpo.model.policy import PolicyModel, model_shape, size_of, training_flops
+from async_grpo.model.served import check_adapter
 from async_grpo.training.billing import USED, as_billed
 from async_grpo.training.fsdp import compute_dtype, reshard, shard
 from async_grpo.training.meters import peak_tflops

@@ -111,6 +111,8 @@ class WeightsSnapshot:
     # Parameters that are not among `tensors` are those of the worker's model folder.
     rest_of_folder: bool = False
     samples: tuple[WeightSample, ...] = ()  # some numbers, as the trainer computes with them
+    # The norm of what rounding took of an adapter's change, by that of the change; None: unknown.
+    merge_loss: float | None = None
 
     @property
     def size_bytes(self) -> int:

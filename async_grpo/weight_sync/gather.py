@@ -29,8 +29,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from async_grpo.model.adapters import Served
 from async_grpo.model.policy import PolicyModel
+from async_grpo.model.served import Served
 from async_grpo.model.weight_files import own_rows
 from async_grpo.types import Piece, TensorMeta
 from async_grpo.util import deadlines

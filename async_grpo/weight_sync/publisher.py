@@ -55,8 +55,13 @@ class Collector:
         dtype: torch.dtype,
         bucket_bytes: int = buckets.BUCKET_BYTES,
         with_deltas: bool = False,
+        rest_of_folder: bool = False,
     ) -> None:
-        """Collective. `with_deltas`: keep this rank's bytes, so that later changes can be sent."""
+        """Collective. `with_deltas`: keep this rank's bytes, so that later changes can be sent.
+
+        `rest_of_folder`: see `WeightsSnapshot`.
+        """
+        self._rest_of_folder = rest_of_folder
         self._cluster = cluster
         described = ((name, buckets.dtype_name(dtype), shape) for name, shape in shards.shapes)
         self._plan = GatherPlan(tuple(buckets.lay_out(described)), shards.num_ranks, bucket_bytes)
@@ -179,7 +184,9 @@ class Collector:
         )
         if collected:
             self._live[count] = collected[0]
-        return WeightsSnapshot(version, collected, tensors=self._plan.tensors)
+        return WeightsSnapshot(
+            version, collected, tensors=self._plan.tensors, rest_of_folder=self._rest_of_folder
+        )
 
 
 class Collected:

@@ -47,20 +47,18 @@ def publishes_adapter(
     --adapter-publication adapter is given and cannot be, and for workers that take the other kind.
     """
     asked, workers = config.adapter.adapter_publication, tuple(workers)
-    able = [each for each in workers if each.role == GENERATION and each.max_lora_rank]
     why, remedy = next(_why_merged(config, adapter, workers), ("", ""))
+    if asked == "merged":
+        why = "--adapter-publication is merged"
     if why and asked == "adapter":
         raise config.adapter.refusal("adapter_publication", f"must be merged: {why}", remedy)
-    if asked == "merged":
-        why, remedy = "--adapter-publication is merged", "choose auto"
-    elif asked == "auto" and not able and all(each.dtype == "float32" for each in workers):
-        return False, "a merge loses nothing in workers of float32"
-    if why and able:
+    of_adapters = [each.worker_id for each in workers if each.max_lora_rank]
+    if why and of_adapters:  # vLLM cannot load weights into the layers of such an engine
         raise ConfigError(
-            f"--max-lora-rank must be 0 in workers of merged weights, {able[0].worker_id} has "
-            f"{able[0].max_lora_rank}, and {why}: leave it out, or {remedy}"
+            "--max-lora-rank is for workers that are sent adapters alone, this run's is merged "
+            f"({why}), got worker {of_adapters[0]}: start it without"
         )
-    return not why, why or "a merge would lose small updates of the weights, or is not wanted"
+    return not why, why or "they are started for it, and a merge would round its change away"
 
 
 def serving_adapters(
@@ -117,6 +115,8 @@ def _why_merged(
             f"vLLM serves no other modules beside an adapter ({', '.join(saved)})",
             ("leave out one of --modules-to-save and this"),
         )
+    if adapter.get("target_parameters"):
+        yield "vLLM on a CPU serves no adapters of experts", "name dense layers as --lora-targets"
     rank = adapter_rank(adapter)
     if rank > LARGEST_RANK:
         yield f"vLLM serves ranks up to {LARGEST_RANK}, this one is {rank}", "lower --lora-rank"
@@ -126,6 +126,12 @@ def _why_merged(
         yield (
             "a reference worker takes weights of the whole model",
             ("--adapter-reference trainer and --kl-estimator k3 need none"),
+        )
+    dtypes = sorted({each.dtype for each in workers if each.role == GENERATION})
+    if len(dtypes) > 1:
+        yield (
+            f"it would be rounded otherwise in workers of {' and '.join(dtypes)}",
+            "give one --dtype",
         )
     num_loras = num_adapters(config)
     for each in workers:

@@ -32,6 +32,8 @@ LOW_PRECISION_BOUND = Bound(0.7, 0.05)
 # A policy that guesses uniformly over any vocabulary scores its prompts higher than this. Below it,
 # logits are so large that rounding alone moves log-probabilities by nats.
 COLLAPSED_NATS = -20.0
+# The probe of an adapter moves log-probabilities by nats; a wrong adapter differs by as much.
+PROBE_SHARE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,7 @@ class SyncReport:
     canary_max: float | None  # None: no engine has scored a canary
     canary_mean: float | None
     canary_routing_mismatch: float | None = None  # None: of a dense model, or unknown
+    merge_loss: float | None = None  # None: no adapter was merged, or it changes nothing yet
 
 
 def summarise_sync(
@@ -74,6 +77,7 @@ def summarise_sync(
         canary_max=float(differences.max()) if differences.size else None,
         canary_mean=float(differences.mean()) if differences.size else None,
         canary_routing_mismatch=max(shares, default=None),
+        merge_loss=snapshot.merge_loss,
     )
 
 
@@ -91,6 +95,32 @@ def sync_complaints(snapshot: WeightsSnapshot, report: PublishReport) -> tuple[s
                 f"worker {ack.worker_id}: after weights {ack.version}, {complaint}{why}"
             )
     return tuple(problems)
+
+
+def probe_complaints(
+    snapshot: WeightsSnapshot, report: PublishReport, before: Sequence[CanaryRow]
+) -> list[str]:
+    """A sentence for each generation worker that does not compute with the probe of an adapter.
+
+    `before`: the trainer's scores of the canary without it. Samples of the numbers are compared in
+    the worker; here, whether what it was sent has the effect that it has in the trainer.
+    """
+    own = [row.logprobs for row in before]
+    effect = canary_differences(snapshot.canary, own).mean() if own else 0.0
+    found = [
+        f"worker {ack.worker_id}: {ack.canary_problem or 'it has scored no canary'}"
+        for ack in report.acks
+        if own and len(ack.canary) != len(own)
+    ]
+    for ack in _replayed(snapshot, report):
+        off_by = canary_differences(snapshot.canary, ack.canary).mean()
+        if not off_by <= PROBE_SHARE * effect:
+            found.append(
+                f"worker {ack.worker_id}: log-probabilities of fixed tokens differ from the "
+                f"trainer's by {off_by:.3g} nats in the mean, where the probe moves them by "
+                f"{effect:.3g}"
+            )
+    return found
 
 
 def _replayed(snapshot: WeightsSnapshot, report: PublishReport) -> Iterator[WeightsAck]:

@@ -17,7 +17,7 @@ import torch
 
 from async_grpo.cluster.cluster import Cluster
 from async_grpo.config.worker_config import WorkerConfig
-from async_grpo.model.adapters import FlatShards, served
+from async_grpo.model.served import FlatShards, served
 from async_grpo.rollout.generation_worker import worker_environment
 from async_grpo.types import CanaryRow, WeightsAck, WeightsSnapshot, WeightsVersion
 from async_grpo.weight_sync.gather import Shards

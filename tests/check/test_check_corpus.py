@@ -340,11 +340,11 @@ ADAPTERS = {  # options of the trainer, of the worker, and what is said
     "alone, more modules": (lambda: {"lora_rank": 4, "modules_to_save": "norm", "adapter_publication": "adapter"},
                             {}, "must be merged: vLLM serves no other modules"),
     "alone, a smaller room": (lambda: {"lora_rank": 32}, BF16 | {"max_lora_rank": 16},
-                              "up to rank 16: leave it out, or start it with --max-lora-rank 32"),
+                              "worker of [[worker]] generation serves adapters up to rank 16"),
     "too few at a time": (lambda: {"lora_rank": 4, "max_staleness": 3}, BF16 | {"max_lora_rank": 4},
                           "serves 4 adapters at a time, and 5 versions may be in use"),
     "merged into an engine of adapters": (lambda: {"lora_rank": 4, "adapter_publication": "merged"},
-                                          {"max_lora_rank": 4}, "--max-lora-rank must be 0 in workers of merged"),
+                                          {"max_lora_rank": 4}, "--max-lora-rank is for workers that are sent adapters alone"),
 }  # fmt: skip
 
 
@@ -361,9 +361,9 @@ def test_an_adapter_that_cannot_be_trained_or_sent_is_told(case):
         (
             {},
             {},
-            "workers are sent weights with the adapter merged into them: a merge loses nothing",
+            "workers are sent weights with the adapter merged into them: worker of [[worker]] generation serves adapters up to rank 0",
         ),
-        ({}, BF16, "workers are sent the adapter alone: a merge would lose small updates"),
+        ({}, BF16, "workers are sent the adapter alone: they are started for it"),
         ({"use_dora": True}, BF16, "merged into them: vLLM serves no adapter with --use-dora"),
     ],
 )

@@ -42,6 +42,7 @@ WITHOUT_POPULATION = {"avg_format_reward", "avg_replaced_reward", "perc_timed_ou
     "service_answers",
     "avg_ref_reward",
     *("routing_mismatch", "canary_routing_mismatch", "router_entropy"),  # of a dense model
+    "merge_loss",  # without an adapter
     "replay_gain",
     *("expert_load_max", "dead_experts", "balance_loss"),
     *("mfu", "mfu_computing", "peak_device_bytes", "peak_allocated_bytes"),  # of a CPU

@@ -11,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 import torch.distributed as dist
+from adapted_models import KINDS, adapted
 from effort import FULL
 from learners import gradient_step
 from loading_scenarios import differences
@@ -34,8 +35,16 @@ from async_grpo.checkpoint.export import export_hf
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.model.attention import PACKED
 from async_grpo.model.collate import collate, collate_pairs
-from async_grpo.model.policy import PolicyModel, hf_named_parameters
-from async_grpo.training.fsdp import HostAdamW, TwinAdamW, iter_full_tensors, shard
+from async_grpo.model.policy import PolicyModel, hf_named_parameters, trained_parameters
+from async_grpo.model.served import served
+from async_grpo.training.fsdp import (
+    HostAdamW,
+    TwinAdamW,
+    iter_device_tensors,
+    iter_full_tensors,
+    reshard,
+    shard,
+)
 from async_grpo.training.learner import HeldOutPairs, Learner
 from async_grpo.training.ranks import Ranks, make_mesh
 from async_grpo.types import EndOfStep, Minibatch, TrainingPair
@@ -118,9 +127,13 @@ def mesh_of(config=CONFIG, *, hybrid):
     return make_mesh("cpu", num_ranks=num_ranks, shard_ranks=shard_ranks)
 
 
-def make_step(*, tied=True, dtype=torch.float32, config=CONFIG, hybrid=False, **options):
-    """(gradient step, policy, and a list that gets the gradient of every step taken)."""
-    policy = PolicyModel(tiny_model(tied=tied, dtype=dtype))
+def make_step(*, tied=True, dtype=torch.float32, config=CONFIG, hybrid=False, kind="", **options):
+    """(gradient step, policy, and a list that gets the gradient of every step taken).
+
+    `kind`: of an adapter that trains.
+    """
+    model = tiny_model(tied=tied, dtype=dtype)
+    policy = adapted(model, **KINDS[kind]) if kind else PolicyModel(model)
     shard(policy, mesh_of(config, hybrid=hybrid), **options)
     return equip(policy, config)
 
@@ -136,8 +149,15 @@ def equip(policy, config=CONFIG):
 
 
 def whole_gradient(policy):
-    parameters = hf_named_parameters(policy)
+    parameters = trained_parameters(policy)
     return {n: getattr(p.grad, "full_tensor", p.grad.clone)().clone() for n, p in parameters}
+
+
+def iter_whole(policy):
+    """Parameters as they leave the trainer, on every rank."""
+    reshard(policy)
+    for name, tensor in iter_device_tensors(served(policy, divided=True)):
+        yield name, tensor.clone()
 
 
 def whole(policy):
@@ -160,7 +180,7 @@ def one_step(rank, *, rounds=usual_rounds, tied=True, dtype=torch.float32, **opt
     return {
         "gradient": gradients[0],
         "result": result,
-        "parameters": whole(policy),
+        "parameters": dict(iter_whole(policy)),
         "reduced": reduced,  # before the step ended
         "held": held_bytes(step, policy),
     }
@@ -335,6 +355,25 @@ def taught_in_bf16(rank):
     }
 
 
+def adapted_mixture(*, sharded, checkpointing=False):
+    """One step of a mixture whose experts have adapters: the gradient, and what leaves it."""
+    policy = adapted(model_of("qwen3_moe"), lora_rank=2)
+    assert policy.adapter.target_parameters
+    rounds = [routed_samples()]
+    if sharded:
+        shard(policy, mesh_of(hybrid=False), activation_checkpointing=checkpointing)
+        rounds = usual_rounds(dist.get_rank(), routed_samples())
+    step, policy, gradients = equip(policy, CONFIG.but(kl_coefficient=0.0))
+    for part in rounds:
+        step.accumulate(collate(part, aggregation="sample-mean", dtype=torch.float64))
+    step.finish(6)
+    named = ((name, each.make()) for name, each in served(policy).items())
+    return {
+        "gradient": gradients[0],
+        "served": {n: getattr(t, "full_tensor", t.clone)() for n, t in named},
+    }
+
+
 def mixture(rank, *, checkpointing=False):
     """Two steps of a mixture of experts with replayed choices and a balancing loss.
 
@@ -399,6 +438,12 @@ def world(rank, *, source, target, models):
         "offloaded f64": one_step(rank, dtype=f64, offload=True),
         "offloaded hybrid deferred": one_step(rank, offload=True, hybrid=True, config=deferred),
         "offloaded hybrid": one_step(rank, offload=True, hybrid=True),
+        "adapter all linear": one_step(rank, dtype=f64, kind="all linear"),
+        "adapter decomposed": one_step(rank, dtype=f64, kind="decomposed", config=deferred),
+        "adapter norms too": one_step(rank, dtype=f64, kind="norms too", hybrid=True),
+        "adapter some, rank-stabilised": one_step(
+            rank, dtype=f64, kind="some, rank-stabilised", config=divided
+        ),
         "host optimizer": one_step(rank, config=CONFIG.but(offload="optimizer")),
         "host optimizer hybrid f64": one_step(
             rank, config=CONFIG.but(offload="optimizer"), hybrid=True, dtype=f64
@@ -440,6 +485,8 @@ def world(rank, *, source, target, models):
         "held out": held_out(rank, source=source, target=target),
         "gathered": gathered(rank, source=source, target=target),
         "mixture": mixture(rank),
+        "adapted mixture": adapted_mixture(sharded=True),
+        "adapted mixture checkpointing": adapted_mixture(sharded=True, checkpointing=True),
         "mixture checkpointing": mixture(rank, checkpointing=True),
         "loaded": differences(rank, models=models),
     }

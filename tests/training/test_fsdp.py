@@ -9,13 +9,16 @@ from dataclasses import replace
 
 import pytest
 import torch
+from adapted_models import KINDS, adapted, adapted_twin, scale_of, tiny
 from effort import max_ranks
+from formulas import objective
 from fsdp_scenarios import (
     CHUNK_SIZE,
     CONFIG,
     NUM_PARTITIONS,
     NUM_TOKENS,
     VOCAB_SIZE,
+    adapted_mixture,
     equip,
     make_pairs,
     make_samples,
@@ -24,7 +27,13 @@ from fsdp_scenarios import (
     world,
 )
 from loading_scenarios import write_models
-from oracle import oracle_gradient, relative_difference, tiny_config, tiny_model
+from oracle import (
+    oracle_gradient,
+    oracle_outputs,
+    relative_difference,
+    tiny_config,
+    tiny_model,
+)
 from ranks import run_ranks
 from test_experts import model_of
 from test_held_out import oracle_loss
@@ -119,6 +128,31 @@ def test_groups_of_shards_and_memory_of_hosts_give_the_oracle_s_gradient(scenari
     """Sums over both dimensions of the mesh: a mean over replicas would be half of it."""
     tolerance = F64 if "f64" in scenario else F32
     assert_equals_oracle(ran[scenario], tied="untied" not in scenario, tolerance=tolerance)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("scenario", ["adapted mixture", "adapted mixture checkpointing"])
+def test_ranks_train_adapters_of_experts_as_one_process_does(scenario, ran):
+    expected = adapted_mixture(sharded=False)
+    for rank in ran[scenario]:
+        for what, found in rank.items():
+            assert relative_difference(found, expected[what]) < MIXED
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_give_the_oracle_s_gradient_of_an_adapter(kind, ran):
+    policy = adapted(tiny_model(tied=True, dtype=torch.float64), **KINDS[kind])
+    twin, leaves = adapted_twin(tiny, policy, scale=scale_of(KINDS[kind]))
+    samples = make_samples(tiny_model(tied=True))
+    objective(oracle_outputs(twin, samples, CONFIG), CONFIG).backward()
+    expected = {name: leaf.grad for name, leaf in leaves.items()}
+    ranks = ran[f"adapter {kind}"]
+    for rank in ranks:
+        assert relative_difference(rank["gradient"], expected) < F64
+        assert rank["parameters"].keys() == dict(tiny_model(tied=True).named_parameters()).keys()
+        for name, value in rank["parameters"].items():
+            assert torch.equal(value, ranks[0]["parameters"][name])
 
 
 @pytest.mark.integration

@@ -10,8 +10,8 @@ from ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from async_grpo.model.adapters import FlatShards, served
 from async_grpo.model.policy import PolicyModel, hf_named_parameters
+from async_grpo.model.served import FlatShards, served
 from async_grpo.types import WeightsVersion
 from async_grpo.util.errors import WeightSyncError
 from async_grpo.weight_sync.buckets import unpack

@@ -63,26 +63,12 @@ def published(*workers, adapter=None, **options):
     return publishes_adapter(config, {"r": 16} | (adapter or {}), workers)
 
 
-def test_an_adapter_goes_alone_where_a_merge_would_lose_small_updates():
-    assert published(engine())[0]
-    assert published(engine(dtype="float32"), engine(dtype="bfloat16"))[0]
-    assert published(engine(dtype="float32", rank=0)) == (
-        False, "a merge loses nothing in workers of float32",
-    )  # fmt: skip
-    assert published(engine(dtype="float32"))[0]  # whose engine takes nothing else
-    assert published(engine(rank=0), adapter_publication="merged") == (
-        False, "--adapter-publication is merged",
-    )  # fmt: skip
-
-
-def test_a_worker_of_adapters_is_refused_where_weights_are_merged():
-    with pytest.raises(ConfigError, match=r"w7 has 16, and --adapter-publication is merged"):
+def test_an_adapter_goes_alone_to_workers_that_are_started_for_it():
+    assert published(engine(), engine())[0]
+    assert published(engine(dtype="float32"))[0]
+    assert not published(engine(rank=0))[0]
+    with pytest.raises(ConfigError, match=r"--max-lora-rank is for .* is merged.* w7: start it w"):
         published(engine(), adapter_publication="merged")
-    with pytest.raises(ConfigError, match="--max-lora-rank must be 0 in workers of merged weights"):
-        published(engine(), adapter={"use_dora": True})
-    assert published(engine(rank=0), adapter={"use_dora": True}) == (
-        False, "vLLM serves no adapter with --use-dora",
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -95,14 +81,15 @@ def test_a_worker_of_adapters_is_refused_where_weights_are_merged():
         ({}, [engine(), engine(rank=0)], {}, "worker w7 serves adapters up to rank 0"),
         ({}, [engine(loras=2)], {"max_staleness": 1}, "2 adapters at a time.* --max-loras 3"),
         ({}, [engine(loras=2)], {"eval_data_path": "e"}, "2 adapters at a time, and 4 versions"),
+        ({}, [engine(), engine(dtype="float32")], {}, "workers of bfloat16 and float32"),
         ({}, [engine(), engine("reference")], {}, "a reference worker takes weights"),
         ({}, [engine()], {"kl_coefficient": 0.1, "adapter_reference": "worker"}, "a reference"),
         ({}, [engine()], {"kl_coefficient": 0.1, "kl_estimator": "k1"}, "a reference worker"),
     ],
 )  # fmt: skip
-def test_an_adapter_that_cannot_go_alone_is_refused_with_what_would_help(
-    adapter, workers, options, why
-):
+def test_weights_are_merged_where_an_adapter_alone_would_not_do(adapter, workers, options, why):
+    with pytest.raises(ConfigError, match=f"--max-lora-rank .* is merged .*{why.split('.*')[0]}"):
+        published(*workers, adapter=adapter, **options)
     with pytest.raises(ConfigError, match=f"--adapter-publication must be merged: .*{why}"):
         published(*workers, adapter=adapter, adapter_publication="adapter", **options)
 

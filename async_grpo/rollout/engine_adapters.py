@@ -28,7 +28,7 @@ InUse = tuple[LoRARequest | None, WeightsVersion | None]  # None: the base; that
 
 
 @dataclass(slots=True, eq=False)
-class Adapter:
+class LoadedAdapter:
     """One adapter, in a folder whose large file lies in memory."""
 
     request: LoRARequest  # goes to vLLM with each request of ours that is to use it
@@ -50,11 +50,11 @@ class Adapters:
         self._llm = llm
         self._staging = StagedWeights()
         self._numbers = itertools.count(1)
-        self._serving: list[Adapter] = []  # the newest last
+        self._serving: list[LoadedAdapter] = []  # the newest last
         # Of new requests; until the first adapter the base serves under the folder's version.
         self.version: WeightsVersion | None = None
 
-    async def write(self, snapshot: WeightsSnapshot, fetch: Fetch) -> Adapter:
+    async def write(self, snapshot: WeightsSnapshot, fetch: Fetch) -> LoadedAdapter:
         """Fetch and verify an adapter, into a folder that vLLM can read; nobody uses it yet.
 
         Raises `WeightSyncError` when bytes are lost or damaged.
@@ -66,7 +66,7 @@ class Adapters:
         finally:
             self._staging.drop()
         request = LoRARequest(str(snapshot.version), next(self._numbers), folder.name)
-        return Adapter(request, folder, file, sum(each.size_bytes for each in wanted))
+        return LoadedAdapter(request, folder, file, sum(each.size_bytes for each in wanted))
 
     def _write(self, config: str) -> tuple[TemporaryDirectory[str], SharedFile]:
         file, folder = self._staging.as_safetensors(), TemporaryDirectory(prefix="async-grpo-")
@@ -74,7 +74,9 @@ class Adapters:
         Path(folder.name, ADAPTER_FILE).symlink_to(file.path)
         return folder, file
 
-    async def add(self, adapter: Adapter, snapshot: WeightsSnapshot, *, transfer: Transfer) -> None:
+    async def add(
+        self, adapter: LoadedAdapter, snapshot: WeightsSnapshot, *, transfer: Transfer
+    ) -> None:
         """Load it into vLLM, check it, and give it to all new requests.
 
         Raises `WeightSyncError` unless vLLM then has the numbers of the snapshot's samples; the
@@ -97,7 +99,7 @@ class Adapters:
         for each in unused:
             await self._remove(each, transfer)
 
-    async def _remove(self, adapter: Adapter, transfer: Transfer) -> None:
+    async def _remove(self, adapter: LoadedAdapter, transfer: Transfer) -> None:
         try:
             await transfer("remove_lora", self._llm.remove_lora(adapter.request.lora_int_id))
         finally:
