@@ -33,6 +33,7 @@ from async_grpo.telemetry.schema import METRIC_BY_NAME, axis_label
 from async_grpo.types.worker_info import confinement_in_words
 from async_grpo.util.add_ons import add_on
 from async_grpo.util.errors import AsyncGrpoError
+from async_grpo.weight_sync.routes import as_stated, publishes_adapter, serving_adapters
 
 MANY_UNKNOWN = 0.1  # of the tokens of the first prompts
 OWN_PROGRAMS = ("python", "async-grpo")  # which `launch` starts as it was started itself
@@ -103,6 +104,30 @@ def check_model(setup: Setup, facts: Facts) -> Iterator[Finding]:
             yield Finding("ok", "family", family.in_words)
         vocab_size = facts.model.vocab_size
         yield from _of("teachers", lambda: check_vocabulary(setup.train.teaching, vocab_size))
+
+
+def check_adapter(setup: Setup, facts: Facts) -> Iterator[Finding]:
+    """An adapter's folder and layers, and how it gets to workers."""
+    config, adapter = setup.train, facts.adapter
+    if isinstance(adapter, AsyncGrpoError):
+        yield from refused("adapter", adapter)
+        return
+    if not adapter:
+        return
+    if adapter.get("lora_dropout"):
+        text = f"lora_dropout {adapter['lora_dropout']} of {config.adapter.adapter_path} is "
+        text += "switched off: with it a token's ratio would not be 1 on policy"
+        yield Finding("warning", "adapter", text)
+    yield from stated("adapter", facts.adapter_fits)
+    on_cpu = not facts.num_devices
+    tables = serving_adapters(config, adapter, setup.workers, on_cpu=on_cpu)
+    infos = [as_stated(each, on_cpu=on_cpu) for each in tables]
+    found = tried(lambda: publishes_adapter(config, adapter, infos)) if infos else (True, "")
+    if isinstance(found, AsyncGrpoError):
+        yield from refused("adapter", found)
+    elif infos:
+        how = "the adapter alone" if found[0] else "weights with the adapter merged into them"
+        yield Finding("ok", "adapter", f"workers are sent {how}: {found[1]}")
 
 
 def check_contents(setup: Setup, facts: Facts) -> Iterator[Finding]:
@@ -289,7 +314,8 @@ def check_packages(_: Setup, facts: Facts) -> Iterator[Finding]:
 _FIRST, _THEN = Cost.AT_ONCE, Cost.SECONDS
 CHECKS: Mapping[Check, Cost] = {  # in the order in which a run would meet what they find
     check_folders: _FIRST, check_code: _FIRST, check_prepare: _FIRST, sizes.check_options: _FIRST,
-    check_start: _FIRST, check_model: EVERYTHING, check_contents: _THEN, check_data: EVERYTHING,
+    check_start: _FIRST, check_model: EVERYTHING,
+    check_adapter: EVERYTHING, check_contents: _THEN, check_data: EVERYTHING,
     check_lines: _THEN, check_teachers: _THEN, sizes.check_batch: _FIRST, check_rewards: _THEN,
     check_workers: EVERYTHING, check_devices: _FIRST, check_places: _FIRST,
     sizes.check_room: _FIRST, check_plot: _FIRST, check_packages: _FIRST,

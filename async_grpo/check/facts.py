@@ -31,7 +31,7 @@ from async_grpo.config.roles import GENERATION, JUDGE, REWARD
 from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.data.questions import check_sources
 from async_grpo.gateway.run_gateway import free_address
-from async_grpo.model.foreign_folders import check_sampled, is_adapter
+from async_grpo.model.foreign_folders import check_sampled, is_adapter, stated_adapter
 from async_grpo.model.hub import local_folder
 from async_grpo.model.model_folder import (
     ModelFacts,
@@ -58,6 +58,8 @@ class Facts:
     size: WeightsSize | None = None
     weights: Known[str] = ""  # what is odd about their names
     worker_models: tuple[Known[ModelFacts] | None, ...] = ()
+    adapter: Known[Mapping[str, Any]] = field(default_factory=dict)  # peft's configuration of it
+    adapter_fits: Known[str] = ""  # what its layers are
     data: Known[tuple[DataRead, ...]] = ()
     prompt: str = ""  # the first question as the model reads it
     begins_twice: bool = False  # that prompt, with the tokenizer's first token
@@ -81,6 +83,7 @@ def gather(setup: Setup, *, tries_rewards: bool = True, cost: Cost = EVERYTHING)
     look = check_model_folder if cost & Cost.SECONDS else stated_facts
     found["model"] = model = read_model(setup, look)
     found["worker_models"] = tuple(_worker_model(setup, w, model, look) for w in setup.workers)
+    found["adapter"] = tried(lambda: stated_adapter(setup.train.adapter))
     if isinstance(model, ModelFacts):
         size = tried(lambda: weights_size(model.path))
         found["size"] = None if isinstance(size, AsyncGrpoError) else size
@@ -127,6 +130,8 @@ def _in_seconds(
 
         wrong = _sources(setup)
         reads = tried(lambda: tuple(read_data(setup, model))) if wrong is None else wrong
+        if setup.train.adapter.trains_adapter:
+            found["adapter_fits"] = tried(lambda: _adapter_fits(setup, model))
         if not setup.train.places.draws_weights:
             found["weights"] = tried(lambda: check_weights(model.path, seconds=WEIGHTS_S))
         prompt = tried(lambda: _prompt(model, reads))
@@ -135,6 +140,16 @@ def _in_seconds(
         questions = _questions(setup, reads)
         found["rewards"] = tried(lambda: try_here(setup, questions))
     return found
+
+
+def _adapter_fits(setup: Setup, model: ModelFacts) -> str:
+    """What the run's adapter is of, in words; raises `UnfitModel` where it does not fit."""
+    from async_grpo.model.adapters import Adapter  # imports torch
+    from async_grpo.model.served import check_adapter
+
+    adapter = Adapter.of(setup.train.adapter, model=model.path, seed=0)
+    check_adapter(model.path, adapter)
+    return f"rank {adapter.config.r} of {adapter.config.target_modules}, computed as if merged"
 
 
 def read_model(setup: Setup, look: Look = check_model_folder) -> Known[ModelFacts] | None:

@@ -10,7 +10,9 @@ from async_grpo.config.roles import ENGINES
 from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.devices.inventory import Inventory
 from async_grpo.devices.placement import Demand, Placement, plan
+from async_grpo.model.foreign_folders import stated_adapter
 from async_grpo.util.errors import ConfigError
+from async_grpo.weight_sync.routes import serving_adapters
 
 OF_ENGINE, OF_SCORER = 4, 2  # weights of shares: an engine and a trainer hold more than a forward
 
@@ -18,8 +20,12 @@ OF_ENGINE, OF_SCORER = 4, 2  # weights of shares: an engine and a trainer hold m
 def placed(run: LocalRun, inventory: Inventory) -> LocalRun:
     """The run with a device of this machine, or a share of one, for each rank and worker.
 
-    A run on another cluster stays as it is. Raises `ConfigError` when the devices do not suffice.
+    A run on another cluster gets none. Raises `ConfigError` when the devices do not suffice, and
+    `UnfitModel` for an adapter's folder that holds none.
     """
+    adapter = stated_adapter(run.train.adapter)
+    workers = serving_adapters(run.train, adapter, run.workers, on_cpu=not inventory.devices)
+    run = replace(run, workers=workers)
     if run.ray_address:
         return run
     found = placed_on(run, [len(inventory.devices)])

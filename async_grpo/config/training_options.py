@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from typing import Any
 
-from async_grpo.config.option import POSITIVE, Change, Options, option
+from async_grpo.config.option import POSITIVE, Change, Options, names_in, option
 
 MAX_LEARNING_RATE = 1e-2
 CLOCKS = ("steps", "samples", "tokens")
@@ -149,6 +151,21 @@ class AdapterOptions(Options):
     def trains_adapter(self) -> bool:
         """Whether an adapter trains, and nothing else of the model."""
         return bool(self.lora_rank or self.adapter_path)
+
+    @property
+    def stated(self) -> Mapping[str, Any]:
+        """What the options say of an adapter of `lora_rank`, by peft's names."""
+        is_named = re.fullmatch(r"[\w.,\s-]+", self.lora_targets)
+        targets = [*names_in(self.lora_targets)] if is_named else self.lora_targets
+        return {
+            "r": self.lora_rank,
+            "lora_alpha": self.lora_alpha or 2 * self.lora_rank,
+            "target_modules": "all-linear" if targets == ["all-linear"] else targets,
+            "init_lora_weights": "gaussian" if self.lora_init == "gaussian" else True,
+            "use_rslora": self.use_rslora,
+            "use_dora": self.use_dora,
+            "modules_to_save": [*names_in(self.modules_to_save)] or None,
+        }
 
     def check(self) -> None:
         """See `Options`."""

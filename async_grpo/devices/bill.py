@@ -6,11 +6,12 @@ A trainer rank holds:
     activations   from the forward of a minibatch to its backward pass
     working       the temporary tensors at the largest moment of the backward pass
 
-Legend: P parameters, R ranks of a group of shards, D devices that share an engine, T tokens of a
-minibatch or of one forward, N sequences at a time, L layers, H hidden size, I size of the MLP, Q
-and K widths of queries and of keys, V vocabulary, C tokens of a chunk of logits, e bytes of one
-value of weights and activations. Activations are those of a decoder with a gated MLP; layers
-without a gate keep a little less.
+Legend: P parameters, t those that train beside a frozen model (an adapter's), R ranks of a group
+of shards, D devices that share an engine, T tokens of a minibatch or of one forward, N sequences at
+a time, L layers, H hidden size, I size of the MLP, Q and K widths of queries and of keys, V
+vocabulary, C tokens of a chunk of logits, e bytes of one value of weights and activations.
+Activations are those of a decoder with a gated MLP; layers without a gate keep a little
+less.
 """
 
 from __future__ import annotations
@@ -32,6 +33,19 @@ OUTPUT_BYTES = 16  # of an output token in a request: id, log-probability, versi
 
 
 @dataclass(frozen=True, slots=True)
+class Trained:
+    """What trains beside a model that is frozen: an adapter, and modules as a whole."""
+
+    num_parameters: int
+    layer_parameters: int  # most of them in one layer
+    token_values: int  # numbers between the factors of one layer's adapters, of a token
+    root_parameters: int  # of them, those outside of layers
+    touched_parameters: int  # of the model, whose values in engines the adapter changes
+    frozen_bytes: int = FLOAT32  # of one number of the frozen model
+    trains_head: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class ModelShape:
     """The sizes of a model from which bills are computed."""
 
@@ -46,6 +60,26 @@ class ModelShape:
     num_heads: int
     vocab_size: int
     norms_heads: bool = False  # queries and keys are normalised
+    trained: Trained | None = None  # None: all of it trains
+
+    @property
+    def num_trained(self) -> int:
+        return self.trained.num_parameters if self.trained else self.num_parameters
+
+    @property
+    def trained_layer(self) -> int:
+        """Most trained parameters of one layer."""
+        return self.trained.layer_parameters if self.trained else self.layer_parameters
+
+    @property
+    def trained_root(self) -> int:
+        return self.trained.root_parameters if self.trained else self.root_parameters
+
+    @property
+    def trained_head(self) -> int:
+        """Parameters of the output layer, if it trains."""
+        is_trained = self.trained is None or self.trained.trains_head
+        return self.vocab_size * self.hidden * is_trained
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +95,7 @@ class Training:
     checkpointing: bool = False
     defers: bool = False  # gradients stay unsharded until the end of the step
     keeps_old_policy: bool = False
+    keeps_first_policy: bool = False
     offload: str = "none"  # none, optimizer, parameters
 
 
@@ -118,26 +153,32 @@ def with_checkpointing_if_needed(
 
 
 def _held(model: ModelShape, training: Training) -> tuple[Line, ...]:
-    own = ceil(model.num_parameters / training.shard_ranks) * FLOAT32
-    divided = f"P / {training.shard_ranks} ranks"
+    trained, beside = model.num_trained, model.trained
+    letter, ranks = "t" if beside else "P", f"{training.shard_ranks} ranks"
+    own, of_own = ceil(trained / training.shard_ranks) * FLOAT32, f"4 {letter} / {ranks}"
+    frozen = beside.frozen_bytes if beside else 0
     over = training.moment_ranks or training.shard_ranks
-    moments, of_moments = 2 * ceil(model.num_parameters / over) * FLOAT32, f"8 P / {over} ranks"
+    moments, of_moments = 2 * ceil(trained / over) * FLOAT32, f"8 {letter} / {over} ranks"
     moves, steps = training.offload == "parameters", training.offload != "none"
-    gathered = training.compute_bytes * model.root_parameters
+    gathered = training.compute_bytes * (model.root_parameters + model.trained_root * bool(beside))
     layers = model.num_layers if training.keeps_gathered else 2  # one, and the next on its way
-    gathered_layers = training.compute_bytes * model.layer_parameters * layers
-    whole = FLOAT32 * model.num_parameters if training.defers else 0
+    of_layer = model.layer_parameters + model.trained_layer * bool(beside)
+    gathered_layers = training.compute_bytes * of_layer * layers
+    whole = FLOAT32 * trained if training.defers else 0
     copies = moments if training.offload == "optimizer" else 0
     return (
-        Line("master weights", own, f"4 {divided}", moves),
-        Line("gradients", own, f"4 {divided}", moves),
+        Line("the frozen model", frozen * ceil(model.num_parameters / training.shard_ranks),
+             f"{frozen} P / {ranks}", moves),
+        Line("master weights", own, of_own, moves),
+        Line("gradients", own, of_own, moves),
         Line("AdamW's moments", moments, of_moments, steps),
         Line("copies that AdamW steps on", copies, of_moments, True),
-        Line("the old policy", own if training.keeps_old_policy else 0, f"4 {divided}", moves),
-        Line("whole gradients that wait", whole, "4 P"),
+        Line("the old policy", own if training.keeps_old_policy else 0, of_own, moves),
+        Line("the first policy", own if training.keeps_first_policy else 0, of_own, moves),
+        Line("whole gradients that wait", whole, f"4 {letter}"),
         Line("gathered embedding and head", gathered, "e of their parameters"),
         Line("gathered layers", gathered_layers, f"e of {layers} layers' parameters"),
-    )
+    )  # fmt: skip
 
 
 def _activations(model: ModelShape, training: Training) -> tuple[Line, ...]:
@@ -151,7 +192,8 @@ def _activations(model: ModelShape, training: Training) -> tuple[Line, ...]:
         recomputed = "one layer's activations, recomputed"
         own = Line(recomputed, layer, "see layers' activations")
         return Line("layers' inputs", inputs, "e T L H"), own, last
-    of_norms = " + 24 H" if size == FLOAT32 else " + 16 H"
+    of_norms = f" + {2 * (FLOAT32 + (1 if model.trained else 2) * size)} H"
+    of_norms += f" + {size} of {model.trained.token_values} ranks" if model.trained else ""
     formula = f"{layer_token_bytes(model, size)} bytes a token and layer: e (3 Q + 2 K + 4 I)"
     return Line("layers' activations", layer * model.num_layers, formula + of_norms), last
 
@@ -160,13 +202,17 @@ def layer_token_bytes(model: ModelShape, size: int) -> int:
     """Bytes that one layer keeps of one token for its backward pass, at `size` bytes a value.
 
     Each of two norms keeps its input in float32 (of a model in float32 the residual itself), the
-    normalised input and its output. Attention keeps queries, keys, values, the heads' output twice,
-    and a normaliser for each head; the MLP keeps gate, its activation, up, and their product.
+    normalised input unless it is frozen, and its output. Attention keeps queries, keys, values, the
+    heads' output twice, and a normaliser for each head; the MLP keeps gate, its activation, up, and
+    their product. An adapter keeps its layers' inputs, as if these trained (of all: with adapters
+    of some it is less), and what is between its factors.
     """
-    norms = 2 * model.hidden * (FLOAT32 + 2 * size)
-    of_heads = (model.query_width + model.key_width) * (FLOAT32 + size) * model.norms_heads
+    normalised = size * (model.trained is None)
+    between = size * model.trained.token_values if model.trained else 0
+    norms = 2 * model.hidden * (FLOAT32 + normalised + size)
+    of_heads = (model.query_width + model.key_width) * (FLOAT32 + normalised) * model.norms_heads
     attention = size * (3 * model.query_width + 2 * model.key_width) + FLOAT32 * model.num_heads
-    return norms + of_heads + attention + 4 * size * model.intermediate
+    return norms + of_heads + attention + 4 * size * model.intermediate + between
 
 
 def _working(model: ModelShape, training: Training) -> Line:
@@ -174,20 +220,21 @@ def _working(model: ModelShape, training: Training) -> Line:
     size, tokens = training.compute_bytes, training.num_tokens
     casts = size if size < FLOAT32 else 0
     chunk = min(training.chunk_tokens, tokens) * model.vocab_size
-    head = model.vocab_size * model.hidden
+    head = model.trained_head
+    of_head, waits = (f" + H V {FLOAT32 + casts}", "e H V + ") if head else ("", "")
     at_head = Line(
         "the head's backward pass",
         chunk * (2 * FLOAT32 + casts) + head * (FLOAT32 + casts),
-        f"C V {2 * FLOAT32 + casts} + H V {FLOAT32 + casts}",
+        f"C V {2 * FLOAT32 + casts}{of_head}",
     )
     reduced = size + 2 * FLOAT32  # a gradient, and the buffers of its reduction
     at_layer = Line(
         "a layer's backward pass",
-        head * size + model.layer_parameters * reduced + 3 * size * tokens * model.intermediate,
-        f"e H V + {reduced} of a layer's parameters + 3 e T I",
+        head * size + model.trained_layer * reduced + 3 * size * tokens * model.intermediate,
+        f"{waits}{reduced} of a layer's parameters + 3 e T I",
     )
     # By then the activations of the layers are freed, and the gradient of the embedding is new.
-    new = head * size * 2 + model.root_parameters * FLOAT32
+    new = head * size * 2 + model.trained_root * FLOAT32
     gone = sum(line.num_bytes for line in _activations(model, training))
     formula = "2 e H V + 4 of the root's parameters, less the activations"
     at_end = Line("the root's reduction", new - gone, formula)

@@ -20,7 +20,6 @@ from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME, ModulesToSaveWrapp
 from safetensors import safe_open
 from torch import Tensor
 
-from async_grpo.config.option import names_in
 from async_grpo.config.training_options import ALTERS_BASE, AdapterOptions
 from async_grpo.model.foreign_folders import hub_name, stated_config
 from async_grpo.model.model_folder import read_config
@@ -56,23 +55,8 @@ class Adapter:
         if options.adapter_path:
             folder = Path(options.adapter_path)
             return cls(read_adapter_config(folder), seed, folder)
-        named = re.fullmatch(r"[\w.,\s-]+", options.lora_targets)
-        targets = options.lora_targets if not named else [*names_in(options.lora_targets)]
-        return cls(
-            LoraConfig(
-                base_model_name_or_path=model,
-                task_type="CAUSAL_LM",
-                r=options.lora_rank,
-                lora_alpha=options.lora_alpha or 2 * options.lora_rank,
-                target_modules="all-linear" if targets == ["all-linear"] else targets,
-                init_lora_weights="gaussian" if options.lora_init == "gaussian" else True,
-                use_rslora=options.use_rslora,
-                use_dora=options.use_dora,
-                modules_to_save=[*names_in(options.modules_to_save)] or None,
-            ),
-            seed,
-            None,
-        )
+        stated = dict(options.stated, base_model_name_or_path=model, task_type="CAUSAL_LM")
+        return cls(LoraConfig(**stated), seed, None)
 
     def outlined(self, path: str) -> PolicyModel:
         """The policy in `path` with this adapter, without memory; raises as `inject` does."""

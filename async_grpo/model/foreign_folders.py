@@ -9,8 +9,9 @@ import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from async_grpo.config.training_options import AdapterOptions
 from async_grpo.model.text_towers import stated_text
 from async_grpo.util.errors import UnfitModel
 
@@ -74,6 +75,24 @@ def is_adapter(folder: Path) -> bool:
     return (folder / ADAPTER_CONFIG).is_file() and all(
         file.name.startswith("adapter_model") for file in weights_in(folder)
     )
+
+
+def stated_adapter(options: AdapterOptions) -> Mapping[str, Any]:
+    """peft's configuration of a run's adapter, of its options or of --adapter-path; empty: none.
+
+    Raises UnfitModel for a folder without one.
+    """
+    if not options.adapter_path:
+        return options.stated if options.lora_rank else {}
+    file = Path(options.adapter_path) / "adapter_config.json"
+    try:
+        stated: Mapping[str, Any] = json.loads(file.read_text())
+        return {**stated, "r": int(stated["r"])}
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise UnfitModel(
+            f"--adapter-path must hold an adapter as peft saves it, {file} is none ({error!r}): "
+            "name the folder of one"
+        ) from error
 
 
 def quantization_of(folder: Path) -> Mapping[str, object]:

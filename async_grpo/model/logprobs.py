@@ -150,7 +150,9 @@ class _ChunkedLogprobs(torch.autograd.Function):
         used = [(term, grad) for term, grad in pairs if grad is not None and len(targets)]
         gradient_of = _compiled(_grad_logits) if ctx.setting.compile else _grad_logits
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=log_normaliser.dtype)
+        grad_weight = None  # of a frozen head
+        if ctx.needs_input_grad[1]:
+            grad_weight = torch.zeros_like(weight, dtype=log_normaliser.dtype)
         grad_bias = None if bias is None else torch.zeros_like(bias, dtype=log_normaliser.dtype)
         for rows in _chunks(len(targets), ctx.setting.chunk_size):
             grad = gradient_of(
@@ -169,10 +171,12 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 grad_bias += grad.sum(0)
             grad = grad.to(hidden.dtype)
             grad_hidden[rows] = grad @ weight
-            add_product_(grad_weight, grad.T, hidden[rows])
+            if grad_weight is not None:
+                add_product_(grad_weight, grad.T, hidden[rows])
             del grad  # before the next chunk's is allocated
         grad_bias = None if bias is None or grad_bias is None else grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight.to(weight.dtype), grad_bias, None, None
+        grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
+        return grad_hidden, grad_weight, grad_bias, None, None
 
 
 @functools.cache

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from async_grpo.devices.bill import ModelShape
+from async_grpo.devices.bill import ModelShape, Trained
 from async_grpo.model.attention import PACKED
 from async_grpo.model.experts import Routing
 from async_grpo.model.lm_head import Head, rescaling_of
@@ -217,6 +217,8 @@ class ModelSize:
     head_parameters: int  # of these, those of the output layer, used by scored tokens alone
     num_layers: int  # that attend
     attention_width: int  # heads * head size
+    frozen_parameters: int = 0  # of `num_parameters`, those that do not train
+    frozen_head: int = 0  # of `head_parameters`
     windows: tuple[int, ...] = ()  # tokens that a token attends to at most, by windowed layer
 
 
@@ -235,17 +237,21 @@ def size_of(model: PreTrainedModel) -> ModelSize:
     """The size of a model, sharded or not."""
     config = model.config
     embedding, output = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    body = [
-        (p.numel() * share) for p, share in _active(model) if p is not embedding and p is not output
-    ]
+    body = {True: 0.0, False: 0.0}  # by whether they train
+    for parameter, share in _active(model):
+        if parameter is not embedding and parameter is not output:
+            body[parameter.requires_grad] += parameter.numel() * share
+    frozen_head = output.numel() * (not output.requires_grad)
     kinds = getattr(config, "layer_types", None) or [ATTENDS] * config.num_hidden_layers
     num_layers = sum(kind not in WITHOUT_ATTENTION for kind in kinds)
     window = getattr(config, "sliding_window", None)
     return ModelSize(
-        num_parameters=round(sum(body)) + output.numel(),
+        num_parameters=round(sum(body.values())) + output.numel(),
         head_parameters=output.numel(),
         num_layers=num_layers,
         attention_width=_num_heads(config) * _head_size(config),
+        frozen_parameters=round(body[False]) + frozen_head,
+        frozen_head=frozen_head,
         windows=(window,) * kinds.count("sliding_attention") if window else (),
     )
 
@@ -253,16 +259,22 @@ def size_of(model: PreTrainedModel) -> ModelSize:
 def _active(model: PreTrainedModel) -> Iterator[tuple[Tensor, float]]:
     """Each parameter and the share of it that one token's products use: that of chosen experts."""
     chosen = getattr(model.config, "num_experts_per_tok", None) or 1
-    for name, parameter in model.named_parameters():
-        is_of_experts = ".experts." in name and parameter.ndim == 3
-        yield parameter, min(1.0, chosen / len(parameter)) if is_of_experts else 1.0
+    named = dict(model.named_parameters())
+    of_experts = {name: each for name, each in named.items() if ".experts." in name}
+    number = max((len(each) for each in of_experts.values() if each.ndim == 3), default=0)
+    for name, parameter in named.items():
+        if ".original_module." in name:  # a copy of it trains in its place
+            continue
+        is_shared_out = number and name in of_experts and (parameter.ndim == 3 or ".lora_" in name)
+        yield parameter, min(1.0, chosen / number) if is_shared_out else 1.0
 
 
 def training_flops(size: ModelSize, packed: PackedMinibatch) -> float:
     """FLOPs to train a minibatch once; 0 for a filler.
 
     Counted as in PaLM (Chowdhery et al. 2022, appendix B): 6 a parameter and token, of which 2
-    forward and 4 backward, and 12 a pair of tokens, layer and element of attention. Repeated work,
+    forward and 4 backward, and 12 a pair of tokens, layer and element of attention. Of a frozen
+    parameter 4: no gradient of itself, only that of its input. Repeated work,
     by activation checkpointing or by the chunks of the head, is not counted. A prompt that several
     samples share in the row is counted once.
     """
@@ -271,9 +283,11 @@ def training_flops(size: ModelSize, packed: PackedMinibatch) -> float:
     seen = packed.position_ids + 1  # [T] tokens that each attends to, itself included
     pairs = (size.num_layers - len(size.windows)) * int(seen.sum())
     pairs += sum(int(seen.clamp(max=window).sum()) for window in size.windows)
-    products = (size.num_parameters - size.head_parameters) * seen.numel()
-    products += size.head_parameters * packed.target_ids.numel()
-    return 6.0 * products + 12.0 * size.attention_width * pairs
+    read, scored = seen.numel(), packed.target_ids.numel()
+    body, head = size.num_parameters - size.head_parameters, size.head_parameters
+    frozen = (size.frozen_parameters - size.frozen_head) * read + size.frozen_head * scored
+    products = 6.0 * (body * read + head * scored) - 2.0 * frozen
+    return products + 12.0 * size.attention_width * pairs
 
 
 def _num_heads(config: PreTrainedConfig) -> int:
@@ -300,13 +314,14 @@ def model_shape(policy: PolicyModel) -> ModelShape:
     """The inputs of the memory bill for a policy, whose parameters may be meta tensors."""
     config = policy.model.config
     num_heads, head_size = _num_heads(config), _head_size(config)
-    layers = [sum(p.numel() for p in layer.parameters()) for layer in policy.layers]
-    total = sum(p.numel() for p in policy.parameters())
+    layers = [_count(layer, adapted=policy.adapter is not None) for layer in policy.layers]
+    total, trained = _count(policy, adapted=policy.adapter is not None)
+    in_layers = [sum(counts) for counts in zip(*layers, strict=True)]
     names = [name for name, _ in policy.layers[0].named_modules()]
     return ModelShape(
         num_parameters=total,
-        layer_parameters=max(layers),
-        root_parameters=total - sum(layers),
+        layer_parameters=max(own for own, _ in layers),
+        root_parameters=total - in_layers[0],
         num_layers=len(layers),
         hidden=config.hidden_size,
         intermediate=_intermediate(config, policy.routing),
@@ -315,4 +330,34 @@ def model_shape(policy: PolicyModel) -> ModelShape:
         num_heads=num_heads,
         vocab_size=config.vocab_size,
         norms_heads=any(name.endswith("q_norm") for name in names),
+        trained=_trained(policy, most=max(n for _, n in layers), root=trained - in_layers[1]),
+    )
+
+
+def _count(module: nn.Module, *, adapted: bool) -> tuple[int, int]:
+    """(parameters of the model's own, those that train beside them)."""
+    counts = {True: 0, False: 0}
+    for parameter in module.parameters():
+        counts[adapted and parameter.requires_grad] += parameter.numel()
+    return counts[False], counts[True]
+
+
+def _trained(policy: PolicyModel, *, most: int, root: int) -> Trained | None:
+    """What trains, `most` parameters of one layer and those of the `root`; None: all does."""
+    if policy.adapter is None:
+        return None
+    frozen = [each for each in policy.model.named_parameters() if not each[1].requires_grad]
+    touched = (p.numel() for n, p in frozen if ".base_layer." in n or ".original_module." in n)
+    ranks = (
+        sum(p.shape[0] for n, p in layer.named_parameters() if ".lora_A." in n)
+        for layer in policy.layers
+    )
+    return Trained(
+        num_parameters=sum(each.numel() for _, each in trained_parameters(policy)),
+        layer_parameters=most,
+        token_values=max(ranks),
+        root_parameters=root,
+        touched_parameters=sum(touched),
+        frozen_bytes=frozen[0][1].element_size(),
+        trains_head=policy.head.weight.requires_grad,
     )

@@ -33,5 +33,6 @@ def as_billed(
         checkpointing=memory.activation_checkpointing == "on",
         defers=memory.defer_gradient_sync,
         keeps_old_policy=algorithm.uses_old_policy,
+        keeps_first_policy=algorithm.config.trainer_scores_reference,
         offload=memory.offload,
     )

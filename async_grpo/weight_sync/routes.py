@@ -6,10 +6,12 @@ A device is named by the identity that its driver gives it, which is the same in
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from async_grpo.config.roles import GENERATION, role_of
 from async_grpo.config.train_config import TrainConfig
+from async_grpo.config.worker_config import LARGEST_RANK, WorkerConfig
 from async_grpo.types import WorkerInfo
 from async_grpo.util.errors import ConfigError, WeightSyncError
 
@@ -17,7 +19,6 @@ if TYPE_CHECKING:
     from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
 
 OBJECT_STORE = "object_store"
-SERVED_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # for which vLLM keeps room
 
 
 def published_dtype(workers: Iterable[WorkerInfo]) -> str:
@@ -43,7 +44,7 @@ def publishes_adapter(
     """Whether workers are sent the run's adapter alone, not merged weights, and why, in words.
 
     `adapter`: peft's configuration of it, by peft's names. Raises `ConfigError` where
-    --adapter-publication adapter is given and cannot be.
+    --adapter-publication adapter is given and cannot be, and for workers that take the other kind.
     """
     asked, workers = config.adapter.adapter_publication, tuple(workers)
     why, remedy = next(_why_merged(config, adapter, workers), ("", ""))
@@ -60,6 +61,49 @@ def publishes_adapter(
     return not why, why or "they are started for it, and a merge would round its change away"
 
 
+def serving_adapters(
+    config: TrainConfig,
+    adapter: Mapping[str, Any],
+    workers: Iterable[WorkerConfig],
+    *,
+    on_cpu: bool,
+) -> tuple[WorkerConfig, ...]:
+    """Tables of workers, with room for adapters where these do not say and the run sends adapters.
+
+    `adapter`: as in `publishes_adapter`; empty: none trains.
+    """
+    workers, rank = tuple(workers), adapter_rank(adapter) if adapter else 0
+    asked = config.adapter.adapter_publication
+    infos = [as_stated(each, on_cpu=on_cpu) for each in workers]
+    loses = any(each.dtype == "bfloat16" for each in infos if each.role == GENERATION)
+    is_wanted = asked == "adapter" or (asked == "auto" and loses)
+    says = any(each.max_lora_rank for each in workers)
+    if not is_wanted or says or not 0 < rank <= LARGEST_RANK:
+        return workers
+    able = tuple(
+        replace(w, max_lora_rank=rank, max_loras=max(w.max_loras, num_adapters(config)))
+        if w.mode == GENERATION
+        else w
+        for w in workers
+    )
+    stated = [as_stated(each, on_cpu=on_cpu) for each in able]
+    return able if not next(_why_merged(config, adapter, stated), None) else workers
+
+
+def as_stated(config: WorkerConfig, *, on_cpu: bool) -> WorkerInfo:
+    """What workers of a table would state, as far as `publishes_adapter` reads it."""
+    dtype = config.dtype if config.dtype != "auto" else ("float32" if on_cpu else "bfloat16")
+    return WorkerInfo(
+        f"of [[worker]] {config.role}",
+        config.role,
+        "",
+        0,
+        dtype=dtype,
+        max_lora_rank=config.max_lora_rank,
+        max_loras=config.max_loras,
+    )
+
+
 def _why_merged(
     config: TrainConfig, adapter: Mapping[str, Any], workers: Iterable[WorkerInfo]
 ) -> Iterator[tuple[str, str]]:
@@ -74,8 +118,8 @@ def _why_merged(
     if adapter.get("target_parameters"):
         yield "vLLM on a CPU serves no adapters of experts", "name dense layers as --lora-targets"
     rank = adapter_rank(adapter)
-    if rank > SERVED_RANKS[-1]:
-        yield f"vLLM serves ranks up to {SERVED_RANKS[-1]}, this one is {rank}", "lower --lora-rank"
+    if rank > LARGEST_RANK:
+        yield f"vLLM serves ranks up to {LARGEST_RANK}, this one is {rank}", "lower --lora-rank"
     scores_reference = config.objective.kl_coefficient and not config.trainer_scores_reference
     others = any(role_of(w.role).loads_weights and w.role != GENERATION for w in workers)
     if scores_reference or others:
@@ -96,7 +140,7 @@ def _why_merged(
         if each.max_lora_rank < rank:
             yield (
                 f"worker {each.worker_id} serves adapters up to rank {each.max_lora_rank}",
-                (f"start it with --max-lora-rank {served_rank(rank)}"),
+                (f"start it with --max-lora-rank {rank}"),
             )
         if each.max_loras < num_loras:
             yield (
@@ -124,15 +168,6 @@ def adapter_rank(adapter: Mapping[str, Any]) -> int:
     16
     """
     return max(adapter["r"], *(adapter.get("rank_pattern") or {"": 0}).values())
-
-
-def served_rank(rank: int) -> int:
-    """The least rank for which an engine can keep room; 0: there is none.
-
-    >>> served_rank(8), served_rank(9), served_rank(513)
-    (8, 16, 0)
-    """
-    return next((each for each in SERVED_RANKS if each >= rank), 0)
 
 
 def check_route(transport: str, worker: WorkerInfo, *, sender: str) -> None:

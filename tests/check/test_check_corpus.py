@@ -16,7 +16,9 @@ import pytest
 import torch
 from click.testing import CliRunner
 from no_namespaces import REFUSAL, refusing_bwrap
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from async_grpo.check import checks, data_read, facts, worker_tables
 from async_grpo.check.finding import Cost, Finding, Setup
@@ -328,6 +330,66 @@ def test_a_model_that_cannot_be_trained_is_told(case):
     changes, said = CONFIGS[case]
     [line] = look(train=model(**changes))
     assert line.startswith("error    model ") and said in line
+
+
+def saved_adapter(*, layers=4, **config):
+    """The folder of an adapter of peft's own, with another configuration."""
+    sizes = AutoConfig.from_pretrained(TINY, num_hidden_layers=layers)
+    base = AutoModelForCausalLM.from_config(sizes)
+    own = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    get_peft_model(base, own).save_pretrained("saved")
+    stated = json.loads(Path("saved/adapter_config.json").read_text())
+    write("saved/adapter_config.json", stated | config)
+    return {"adapter_path": "saved"}
+
+
+BF16 = {"dtype": "bfloat16"}
+ADAPTERS = {  # options of the trainer, of the worker, and what is said
+    "no folder": (lambda: {"adapter_path": "sums.jsonl"}, {}, "--adapter-path must hold an adapter"),
+    "one that alters": (lambda: {"lora_rank": 4, "lora_init": "pissa"}, {}, "--lora-init must leave"),
+    "saved, alters": (lambda: saved_adapter(init_lora_weights="pissa"), {}, "has init_lora_weights 'pissa'"),
+    "another kind": (lambda: saved_adapter(peft_type="IA3"), {}, "peft_type"),
+    "another model's": (lambda: saved_adapter(layers=2), {}, "for this model and no others"),
+    "dropout": (lambda: saved_adapter(lora_dropout=0.1), {}, "lora_dropout 0.1 of saved is switched off"),
+    "no such layers": (lambda: {"lora_rank": 4, "lora_targets": "c_attn"}, {}, "names none that it can"),
+    "no linear layers": (lambda: {"lora_rank": 4, "lora_targets": "embed_tokens"}, {}, "must be of linear layers"),
+    "alone, decomposed": (lambda: {"lora_rank": 4, "use_dora": True, "adapter_publication": "adapter"},
+                          {}, "must be merged: vLLM serves no adapter with --use-dora"),
+    "alone, more modules": (lambda: {"lora_rank": 4, "modules_to_save": "norm", "adapter_publication": "adapter"},
+                            {}, "must be merged: vLLM serves no other modules"),
+    "alone, a smaller room": (lambda: {"lora_rank": 32}, BF16 | {"max_lora_rank": 16},
+                              "worker of [[worker]] generation serves adapters up to rank 16"),
+    "too few at a time": (lambda: {"lora_rank": 4, "max_staleness": 3}, BF16 | {"max_lora_rank": 4},
+                          "serves 4 adapters at a time, and 5 versions may be in use"),
+    "merged into an engine of adapters": (lambda: {"lora_rank": 4, "adapter_publication": "merged"},
+                                          {"max_lora_rank": 4}, "--max-lora-rank is for workers that are sent adapters alone"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ADAPTERS)
+def test_an_adapter_that_cannot_be_trained_or_sent_is_told(case):
+    make, worker, said = ADAPTERS[case]
+    [line] = look(train=make(), worker=worker)
+    assert said in line
+
+
+@pytest.mark.parametrize(
+    ("train", "worker", "said"),
+    [
+        (
+            {},
+            {},
+            "workers are sent weights with the adapter merged into them: worker of [[worker]] generation serves adapters up to rank 0",
+        ),
+        ({}, BF16, "workers are sent the adapter alone: they are started for it"),
+        ({"use_dora": True}, BF16, "merged into them: vLLM serves no adapter with --use-dora"),
+    ],
+)
+def test_how_an_adapter_gets_to_workers_is_told(train, worker, said):
+    file = run_file(train={"lora_rank": 4} | train, worker=worker)
+    told = [str(each) for each in findings_of([file], tries_rewards=False)]
+    assert any(said in line for line in told), told
+    assert any("rank 4 of all-linear, computed as if merged" in line for line in told)
 
 
 def test_a_folder_that_holds_another_run_is_told():

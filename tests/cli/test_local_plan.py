@@ -1,5 +1,6 @@
 """What the devices of a machine make of the command lines of a run."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,24 @@ def quick_start(num_devices, monkeypatch, *arguments):
 def plan_of(*arguments):
     options = launch.make_context("launch", list(arguments)).params
     return planned(**options_of_run(options))
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "options", "room"),
+    [
+        (0, (), (0, 4)),
+        (2, (), (8, 4)),
+        (0, ("--adapter-publication", "adapter", "--max-staleness", "4"), (8, 7)),
+        (2, ("--adapter-publication", "merged"), (0, 4)),
+    ],
+)
+def test_engines_have_room_for_adapters_where_the_run_sends_them(
+    num_devices, options, room, monkeypatch
+):
+    run, _ = quick_start(num_devices, monkeypatch, "--lora-rank", "8", *options)
+    engines = tuple(each for each in run.workers if each.mode == "generation")
+    [engine] = placed(replace(run, workers=engines), machine(num_devices)).workers
+    assert (engine.max_lora_rank, engine.max_loras) == room
 
 
 def shares(run):

@@ -3,6 +3,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+from adapted_models import adapted
 from oracle import make_sample, tiny_config, tiny_model
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -11,7 +12,14 @@ from transformers import GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausa
 from async_grpo.batching.packing import attention_ratio
 from async_grpo.model.attention import PACKED
 from async_grpo.model.collate import collate
-from async_grpo.model.policy import ModelSize, PolicyModel, read_size, size_of, training_flops
+from async_grpo.model.policy import (
+    ModelSize,
+    PolicyModel,
+    read_size,
+    size_of,
+    trained_parameters,
+    training_flops,
+)
 
 LAYER = 32 * 32 * 2 + 32 * 16 * 2 + 3 * 32 * 48  # queries and output, keys and values, MLP
 NORMS = 2 * (2 * 32 + 2 * 8) + 32
@@ -84,6 +92,30 @@ def test_a_minibatch_is_counted_as_torch_counts_it():
     assert 3 * once == pytest.approx(own, rel=0.01)
     # The head's logits are computed twice, and torch does not see `addmm_`, which is as large.
     assert both == pytest.approx(own, rel=0.01)
+
+
+def test_a_frozen_parameter_costs_four_and_a_trained_one_six():
+    config = Qwen3Config(
+        hidden_size=96, intermediate_size=256, num_hidden_layers=6, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, vocab_size=500, tie_word_embeddings=True,
+    )  # fmt: skip
+    config._attn_implementation = PACKED
+    policy = adapted(Qwen3ForCausalLM(config), lora_rank=8).train()
+    ids = np.random.default_rng(0).integers(500, size=900)
+    packed = collate([make_sample(ids[:300], ids[300:])], aggregation="token-mean")
+    size, found = size_of(policy.model), []
+    assert size.frozen_parameters == size_of(Qwen3ForCausalLM(config)).num_parameters
+    assert size.num_parameters - size.frozen_parameters == sum(
+        each.numel() for _, each in trained_parameters(policy)
+    )
+
+    def forward():
+        found.append(policy(packed, temperature=1.0, chunk_size=128).logprobs.sum())
+
+    both = counted(forward) + counted(found[0].backward)
+    again = 2 * size.frozen_head * 600  # the logits, computed twice
+    first = 2 * 96 * (128 + 64 + 64) * 899  # nothing below the first layer's projections trains
+    assert both - again + first == pytest.approx(training_flops(size, packed), rel=0.005)
 
 
 def test_a_shared_prompt_is_counted_once_and_a_filler_not_at_all():

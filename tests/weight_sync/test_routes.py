@@ -5,9 +5,15 @@ from types import SimpleNamespace
 import pytest
 
 from async_grpo.config.train_config import TrainConfig
+from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.types import WorkerInfo
 from async_grpo.util.errors import ConfigError, WeightSyncError
-from async_grpo.weight_sync.routes import check_group, check_route, publishes_adapter
+from async_grpo.weight_sync.routes import (
+    check_group,
+    check_route,
+    publishes_adapter,
+    serving_adapters,
+)
 
 
 def worker(*devices):
@@ -90,3 +96,21 @@ def test_weights_are_merged_where_an_adapter_alone_would_not_do(adapter, workers
 
 def test_the_trainers_own_reference_needs_no_merged_weights():
     assert published(engine(), kl_coefficient=0.1)[0]
+
+
+def tables(*workers, on_cpu=False, **options):
+    config = TrainConfig(model_name_or_path="m", data_path="d", lora_rank=16, **options)
+    found = serving_adapters(config, config.adapter.stated, workers, on_cpu=on_cpu)
+    return [(each.max_lora_rank, each.max_loras) for each in found]
+
+
+def test_tables_get_room_for_adapters_where_the_run_sends_them():
+    engine = WorkerConfig(model_path="m")
+    teacher = WorkerConfig(model_path="m", mode="teacher", name="t")
+    assert tables(engine, teacher) == [(16, 4), (0, 4)]
+    assert tables(engine, max_staleness=4, eval_data_path="e") == [(16, 7)]
+    assert tables(engine, on_cpu=True) == [(0, 4)]
+    assert tables(engine, on_cpu=True, adapter_publication="adapter") == [(16, 4)]
+    assert tables(WorkerConfig(model_path="m", max_lora_rank=64)) == [(64, 4)]
+    for options in ({"use_dora": True}, {"adapter_publication": "merged"}):
+        assert tables(engine, **options) == [(0, 4)]
