@@ -92,7 +92,9 @@ class Publication:
         timeout_s = deadlines.WEIGHTS_APPLIED_S
         call = client.controller.publish.remote(client.run, probe, (GENERATION,), timeout_s)
         report = client.wait(call, timeout_s=timeout_s + deadlines.PUBLISH_SLACK_S)[GENERATION]
-        wrong = [*report.failures.values(), *probe_complaints(probe, report, before)]
+        wrong = probe_complaints(probe, report, before)
+        if not report.acks:  # else the registry has fenced those that could not load it
+            wrong += report.failures.values()
         if wrong:
             raise WorkerError(
                 "every generation worker must compute with the adapter that it is sent, the probe "

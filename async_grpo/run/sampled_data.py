@@ -127,7 +127,7 @@ class SampledData(Iterator[StreamItem]):
                 self._prove_delivery()
             self._num_updates = self._learner.step.clocks.steps
             self._gather(num_batches)
-            if self._config.memory.weight_transport != OBJECT_STORE:
+            if self._config.memory.weight_transport != OBJECT_STORE and not self._alone:
                 self._wait_collected()  # all ranks continue, or none
                 device = self._learner.device
                 tensors = iter_device_tensors(self._tensors(), self._dtype, device=device)

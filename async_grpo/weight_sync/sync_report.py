@@ -23,11 +23,11 @@ class Bound(NamedTuple):
     mean: float  # over all tokens
 
 
-# In float32, log-probabilities were seen to differ by 1e-6 in the mean (4 layers) and by less than
-# 1e-4 at most in deep models, while an update at a learning rate of 1e-6 moves them by 2e-5 to 2e-4
+# In float32, log-probabilities were seen to differ by 1e-6 (4 layers) to 1.5e-5 (30 layers) in the
+# mean and by less than 1e-4 at most, while an update at a learning rate of 1e-6 moves them by 2e-5 to 2e-4
 # in the mean. In bfloat16 they differ by 0.02 in the mean and 0.2 at most, whether an update was
 # missed or not: there `Readback` finds a missed update, and the canary a different computation.
-BOUNDS = {"float64": Bound(1e-3, 1e-5), "float32": Bound(1e-3, 1e-5)}
+BOUNDS = {"float64": Bound(1e-3, 1e-5), "float32": Bound(1e-3, 2e-5)}
 LOW_PRECISION_BOUND = Bound(0.7, 0.05)
 # A policy that guesses uniformly over any vocabulary scores its prompts higher than this. Below it,
 # logits are so large that rounding alone moves log-probabilities by nats.
@@ -184,7 +184,7 @@ def canary_bound(*dtypes: str) -> Bound:
     """The bound for an engine and a trainer that compute in these dtypes.
 
     >>> canary_bound("float32", "float32")
-    Bound(largest=0.001, mean=1e-05)
+    Bound(largest=0.001, mean=2e-05)
     >>> canary_bound("float32", "bfloat16")
     Bound(largest=0.7, mean=0.05)
     """

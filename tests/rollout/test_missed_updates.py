@@ -85,7 +85,7 @@ def check_updates(stack):
         assert canary_complaint(snapshot.canary, loaded.canary, dtype=stack.engine.dtype) == ""
     if stack.engine.dtype == "float32":  # bfloat16 rounds by more than such an update moves
         old = canary_complaint(trainer.step().canary, loaded.canary, dtype="float32")
-        assert "rounding explains 0.001 (mean 1e-05)" in old
+        assert "rounding explains 0.001 (mean 2e-05)" in old
     for chosen in (slice(None), slice(0, 1), slice(1, 2), slice(2, 3)):
         snapshot = trainer.step()
         withhold(stack, names_in(snapshot, snapshot.buckets[chosen]))
