@@ -111,13 +111,21 @@ def plan_of(
 
 def asked_of(run: LocalRun, fleet: Fleet, *, shape_of: str = "") -> Asked:
     """A run with the sizes of its models, for the planner."""
-    from async_grpo.planning.asked import Asked
+    from async_grpo.devices.bill import FLOAT32
+    from async_grpo.model.foreign_folders import stated_adapter, stated_config
+    from async_grpo.planning.asked import BF16, Asked
+    from async_grpo.weight_sync.routes import serving_adapters
 
     host_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with_model = {number: each for number, each in enumerate(run.workers) if each.serves_model}
-    return Asked(
+    adapter = stated_adapter(run.train.adapter)
+    workers = serving_adapters(run.train, adapter, run.workers, on_cpu=not fleet.num_devices)
+    folder = _folder(run.train.places.model_name_or_path)
+    stated = stated_config(folder) if folder else {}
+    is_half = not folder or "bfloat16" in (stated.get("dtype"), stated.get("torch_dtype"))
+    asked = Asked(
         train=run.train,
-        workers=run.workers,
+        workers=workers,
         num_ranks=run.num_ranks,
         model=read_shape(run.train.places.model_name_or_path, instead=shape_of),
         worker_models={
@@ -130,7 +138,9 @@ def asked_of(run: LocalRun, fleet: Fleet, *, shape_of: str = "") -> Asked:
         },
         fleet=fleet,
         host_bytes=0 if fleet.num_devices else host_bytes,
+        stored_bytes=BF16 if is_half else FLOAT32,
     )
+    return asked.adapted(adapter, run.train)
 
 
 def read_shape(model: str, *, instead: str = "") -> ModelShape:

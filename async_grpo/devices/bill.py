@@ -252,6 +252,8 @@ class Engine:
     longest: int = 4096  # tokens of prompt and output
     cache_bytes: int = 0  # on each device; 0: all that is left of `may_take`
     may_take: int = 0  # bytes of each device that vLLM may use; 0: the engine is on CPUs
+    received: int = 0  # numbers of a version of the weights; 0: all of the model's
+    adapters: int = 0  # numbers of all adapters that it has room for
     keeps_staged: bool = False  # the last weights stay staged, for updates by --weight-delta
 
     @property
@@ -269,8 +271,8 @@ def engine_bill(model: ModelShape, engine: Engine) -> Bill:
         *_beside_cache(model, engine),
         Line("keys and values", cache_bytes(model, engine), f"{given}, 2 L K e / D = {token} B"
              " a token"),
-        Line("staged weights", model.num_parameters * engine.bytes_of_number, f"e P, {staged}",
-             on_host=True),
+        Line("staged weights", (engine.received or model.num_parameters) * engine.bytes_of_number,
+             f"e P, {staged}", on_host=True),
         Line("outputs held", held, f"{OUTPUT_BYTES} a token of N sequences", on_host=True),
     )  # fmt: skip
 
@@ -321,6 +323,7 @@ def _beside_cache(model: ModelShape, engine: Engine) -> tuple[Line, ...]:
     logits = OF_LOGITS * FLOAT32
     return (
         Line("weights", ceil(model.num_parameters * size / parts), f"e P / {parts} devices"),
+        Line("adapters", ceil(engine.adapters * size / parts), "e t of --max-loras adapters"),
         # vLLM packs a copy of the head for oneDNN, beside the tied embedding.
         Line("packed head", size * model.hidden * model.vocab_size * engine.on_cpu, "e H V"),
         Line("activations", size * tokens * (2 * model.hidden + ceil(widest / parts)),

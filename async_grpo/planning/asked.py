@@ -12,15 +12,17 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from async_grpo.algorithms.find import find_algorithm
 from async_grpo.config.roles import GENERATION, JUDGE, LOGPROB, REFERENCE, REWARD, SERVICE, TEACHER
 from async_grpo.config.train_config import TrainConfig
+from async_grpo.config.training_options import AdapterOptions
 from async_grpo.config.worker_config import WorkerConfig
-from async_grpo.devices.bill import FLOAT32, ModelShape
+from async_grpo.devices.bill import FLOAT32, ModelShape, Trained
 from async_grpo.util.errors import ConfigError, UnfitModel
+from async_grpo.weight_sync.routes import adapter_rank, as_stated, publishes_adapter
 
 BF16 = 2
 CORES = 50  # of a machine with devices, for verifiers
@@ -38,6 +40,8 @@ class Asked:
     longest: Mapping[int, int]  # tokens of prompt and output that each of these workers takes
     fleet: Fleet
     host_bytes: int = 0  # memory of a machine; 0: unknown
+    stored_bytes: int = BF16  # of one number in the model's files
+    adapter: Mapping[str, Any] = field(default_factory=dict)  # peft's configuration; empty: none
 
     @property
     def on_cpu(self) -> bool:
@@ -90,6 +94,35 @@ class Asked:
     def _bytes_of(self, dtype: str) -> int:
         is_bf16 = dtype in ("bf16", "bfloat16") or (dtype == "auto" and not self.on_cpu)
         return BF16 if is_bf16 else FLOAT32
+
+    @property
+    def published(self) -> int:
+        """Numbers that workers are sent with each version of the weights."""
+        trained = self.model.trained
+        if trained is None:
+            return self.model.num_parameters
+        infos = [as_stated(each, on_cpu=self.on_cpu) for each in self.workers]
+        is_alone, _ = publishes_adapter(self.train, self.adapter, infos)
+        return trained.num_parameters if is_alone else trained.touched_parameters
+
+    def with_train(self, **options: Any) -> Asked:
+        """The same run with other options of the trainer, an adapter by --lora-rank among them."""
+        train = self.train.but(**options)
+        return self.adapted(
+            train.adapter.stated if train.adapter.lora_rank else self.adapter, train
+        )
+
+    def without_adapter(self) -> Asked:
+        """The same run, in which all parameters train."""
+        options = {each.name: each.default for each in fields(AdapterOptions)}
+        return self.adapted({}, self.train.but(**options))
+
+    def adapted(self, adapter: Mapping[str, Any], train: TrainConfig) -> Asked:
+        """The same run with these options, in which this adapter trains; empty: all does."""
+        frozen = min(self.stored_bytes, FLOAT32) if self.train_bytes == BF16 else FLOAT32
+        trained = trained_of(self.model, adapter, frozen_bytes=frozen) if adapter else None
+        model = replace(self.model, trained=trained)
+        return replace(self, model=model, adapter=adapter, train=train)
 
     @property
     def num_verifiers(self) -> int:
@@ -316,6 +349,48 @@ def shape_of_config(config: Mapping[str, Any], *, who: str, num_parameters: int 
         vocab_size=vocabulary,
         norms_heads=norms_heads,
     )
+
+
+def trained_of(model: ModelShape, adapter: Mapping[str, Any], *, frozen_bytes: int) -> Trained:
+    """What trains of a model's sizes with an adapter, by peft's names of its configuration.
+
+    Of modules to save those outside of layers count: embed_tokens, norm and lm_head.
+    """
+    hidden, query, key, mlp = model.hidden, model.query_width, model.key_width, model.intermediate
+    layers = {
+        "self_attn.q_proj": (hidden, query), "self_attn.k_proj": (hidden, key),
+        "self_attn.v_proj": (hidden, key), "self_attn.o_proj": (query, hidden),
+        "mlp.gate_proj": (hidden, mlp), "mlp.up_proj": (hidden, mlp),
+        "mlp.down_proj": (mlp, hidden),
+    }  # fmt: skip
+    targets, saved = adapter["target_modules"], adapter.get("modules_to_save") or ()
+    if targets == "all-linear":
+        chosen = [*layers.values()]
+    elif isinstance(targets, str):  # a regular expression
+        named = layers.items()
+        chosen = [each for n, each in named if re.fullmatch(targets, f"model.layers.0.{n}")]
+    else:
+        chosen = [each for n, each in layers.items() if n.endswith(tuple(targets))]
+    rank, of_vocabulary = adapter_rank(adapter), model.vocab_size * hidden
+    layer = sum(rank * (a + b) + b * bool(adapter.get("use_dora")) for a, b in chosen)
+    root = of_vocabulary * (("lm_head" in saved) + ("embed_tokens" in saved))
+    root += hidden * ("norm" in saved)
+    return Trained(
+        num_parameters=model.num_layers * layer + root,
+        layer_parameters=layer,
+        token_values=rank * len(chosen),
+        root_parameters=root,
+        touched_parameters=model.num_layers * sum(a * b for a, b in chosen) + root,
+        frozen_bytes=frozen_bytes,
+        trains_head="lm_head" in saved,
+    )
+
+
+def flops_a_parameter(model: ModelShape) -> float:
+    """FLOPs to train a token, over the parameters in its products (`model.policy`)."""
+    if model.trained is None:
+        return 6.0
+    return 4.0 + 6.0 * model.trained.num_parameters / multiplied(model)
 
 
 def published_config(name: str) -> Mapping[str, object] | None:

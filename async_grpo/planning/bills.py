@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from async_grpo.algorithms.find import find_algorithm
-from async_grpo.config.roles import ENGINES, JUDGE, LOGPROB, REWARD, TEACHER
+from async_grpo.config.roles import ENGINES, GENERATION, JUDGE, LOGPROB, REWARD, TEACHER
 from async_grpo.devices import bill as memory
 from async_grpo.devices.bill import GIB, MIB, OUTPUT_BYTES, Bill, Line
 from async_grpo.planning.asked import Asked, Split
@@ -14,6 +14,7 @@ from async_grpo.training.billing import USED, as_billed
 from async_grpo.types.snapshots import NUM_SNAPSHOTS
 from async_grpo.util.errors import ConfigError
 
+OFFERED_RANK = 16  # of an adapter in place of training all
 CONTEXT_BYTES = GIB  # CUDA and NCCL of a rank or a scoring worker, an assumption
 BUCKET_BYTES, BUCKETS = 256 * MIB, 4  # of a rank's share of the weights: weight_sync/gather.py
 # Memory of the interpreter and its libraries in a process of each role.
@@ -91,6 +92,8 @@ def engine_of(asked: Asked, number: int) -> memory.Engine:
         longest=longest,
         cache_bytes=cache,
         may_take=may_take,
+        received=asked.published if config.mode == GENERATION else 0,
+        adapters=asked.model.num_trained * config.max_loras * bool(config.max_lora_rank),
         keeps_staged=asked.train.memory.weight_delta,
     )
 
@@ -98,7 +101,7 @@ def engine_of(asked: Asked, number: int) -> memory.Engine:
 def rank_bill_of(asked: Asked, num_ranks: int) -> Bill:
     """The bill of each of `num_ranks` trainer ranks."""
     bill = memory.trainer_bill(asked.model, training_of(asked, num_ranks))
-    published = asked.model.num_parameters * asked.worker_bytes(asked.generation)
+    published = asked.published * asked.worker_bytes(asked.generation)
     buffers = min(BUCKET_BYTES, -(-published // num_ranks)) * BUCKETS
     context = CONTEXT_BYTES * (not asked.on_cpu)
     return bill.plus(
@@ -142,7 +145,7 @@ def _hosts(asked: Asked) -> Iterator[RoleBill]:
     sampling, count = asked.train.sampling, asked.num_verifiers
     samples = asked.num_samples * (sampling.max_staleness + 1)
     held = samples * sampling.max_generation_tokens * OUTPUT_BYTES
-    weights = asked.model.num_parameters * asked.worker_bytes(asked.generation)
+    weights = asked.published * asked.worker_bytes(asked.generation)
     in_flight = Line(
         "samples in flight", held, f"{OUTPUT_BYTES} a token of B n (S + 1) longest outputs"
     )
@@ -213,7 +216,7 @@ def remedies(asked: Asked, is_enough: Callable[[Asked], bool]) -> list[str]:
 
     def helps(**options: object) -> bool:
         try:
-            return is_enough(replace(asked, train=asked.train.but(**options)))
+            return is_enough(asked.with_train(**options))
         except ConfigError:  # the options are refused for another reason
             return False
 
@@ -231,6 +234,8 @@ def remedies(asked: Asked, is_enough: Callable[[Asked], bool]) -> list[str]:
     found += [f"give --offload {offload}"] if offload else []
     if asked.train.memory.shard_ranks == 1 and helps(fsdp_sharding_strategy="FULL_SHARD"):
         found.append("give --fsdp-sharding-strategy FULL_SHARD")
+    if asked.model.trained is None and helps(lora_rank=OFFERED_RANK):
+        found.append(f"train an adapter (--lora-rank {OFFERED_RANK})")
     return found + ([f"lower --tensor-parallel-size to {smaller}"] if smaller else [])
 
 

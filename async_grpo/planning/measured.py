@@ -68,6 +68,7 @@ def layout_of(asked: Asked, split: Split) -> Layout:
         train_nodes=-(-split.ranks // a_node) if not asked.on_cpu else 1,
         train_bytes=asked.train_bytes,
         engine_bytes=asked.worker_bytes(asked.generation),
+        published=asked.published,
         by_store=asked.train.memory.weight_transport == "object_store",
     )
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 
 from async_grpo.devices.bill import GIB, MIB
 from async_grpo.planning.asked import Asked
-from async_grpo.planning.bills import RoleBill
+from async_grpo.planning.bills import RoleBill, rank_bill_of
 from async_grpo.planning.prediction import Prediction, Work
 from async_grpo.planning.search import SearchResult
 
@@ -97,12 +97,26 @@ def _head(plan: Plan) -> str:
             f"as the file has it ({_split_in_words(plan, own)}, staleness {own.max_staleness}): "
             f"{own.samples_per_s:,.3g} samples/s, {duration(own.step_s)}"
         )
+    if asked.model.trained:
+        lines.append(adapter_in_words(asked, best.split.ranks))
     if unused := unused_devices(plan):
         lines.append(
             f"{_count(unused, 'device')} of {asked.fleet.num_devices:,} would stand unused: ranks "
             "are as many on each of their machines, and an engine's devices stand in one"
         )
     return "\n".join(lines)
+
+
+def adapter_in_words(asked: Asked, num_ranks: int) -> str:
+    """What an adapter changes in the memory of each of so many ranks."""
+    own, full = (rank_bill_of(e, num_ranks).total for e in (asked, asked.without_adapter()))
+    share, kind = asked.train.memory.gpus_per_rank, asked.fleet.kind.name
+    room = asked.room(share)
+    fits = "" if asked.on_cpu else f", which would {'' if full <= room else 'not '}fit on {kind}"
+    return (
+        f"an adapter of {asked.model.num_trained / 1e6:,.3g} million parameters trains: a rank "
+        f"holds {size(own)}, and {size(full)} where all parameters train{fits}"
+    )
 
 
 def unused_devices(plan: Plan) -> int:

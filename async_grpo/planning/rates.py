@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from async_grpo.batching.packing import DEFAULT_ATTENTION_RATIO, attention_ratio
 from async_grpo.devices.bill import FLOAT32, ModelShape, cached_token_bytes
-from async_grpo.planning.asked import DeviceKind, multiplied
+from async_grpo.planning.asked import DeviceKind, flops_a_parameter, multiplied
 from async_grpo.util.errors import ConfigError
 
 # Chosen to match vLLM's published latencies on H200 (8B on one device, 70B on four).
@@ -141,6 +141,7 @@ class Layout:
     train_nodes: int = 1
     train_bytes: int = 2  # of one value in the compute dtype
     engine_bytes: int = 2  # of one value of an engine's weights
+    published: int = 0  # numbers that a version of the weights sends; 0: all parameters
     by_store: bool = True  # weights are sent through Ray's object store, not by NCCL
 
 
@@ -180,18 +181,20 @@ def trainer_rates(model: ModelShape, kind: DeviceKind, layout: Layout) -> Traine
     Where several ranks hold the same shards, they also add up the gradients of these, in float32.
     """
     apart = kind.network_bytes_per_s if layout.train_nodes > 1 else kind.link_bytes_per_s
-    moved: float = 3 * model.num_parameters * layout.train_bytes * (layout.shard_ranks > 1)
+    trained, frozen = model.num_trained, model.num_parameters * (model.trained is not None)
+    moved: float = (3 * trained + 2 * frozen) * layout.train_bytes * (layout.shard_ranks > 1)
     replicas = max(1, layout.num_ranks // layout.shard_ranks)
-    moved += 2 * FLOAT32 * model.num_parameters / layout.shard_ranks * (1 - 1 / replicas)
+    moved += 2 * FLOAT32 * trained / layout.shard_ranks * (1 - 1 / replicas)
+    flops = flops_a_parameter(model)
     ratio = attention_ratio(
-        num_parameters=multiplied(model),
+        num_parameters=round(multiplied(model) * flops / 6),
         num_layers=model.num_layers,
         attention_width=model.query_width,
     )
-    stepped = BYTES_OF_ADAMW * model.num_parameters / layout.shard_ranks
+    stepped = BYTES_OF_ADAMW * trained / layout.shard_ranks
     overhead = CPU_ROUND_S if kind.is_cpu else 0.05
     return TrainerRates(
-        cost_per_second=_products_per_s(model, kind, TRAINING_SHARE) / 6,
+        cost_per_second=_products_per_s(model, kind, TRAINING_SHARE) / flops,
         attention_ratio=ratio,
         round_overhead_s=overhead,
         round_floor_s=moved / (apart * NETWORK_SHARE),
@@ -201,7 +204,7 @@ def trainer_rates(model: ModelShape, kind: DeviceKind, layout: Layout) -> Traine
 
 def sync_rates(model: ModelShape, kind: DeviceKind, layout: Layout) -> SyncRates:
     """Seconds in which ranks move and pack their shares, nodes pass these on, engines load them."""
-    size = model.num_parameters * layout.engine_bytes
+    size = (layout.published or model.num_parameters) * layout.engine_bytes
     link = kind.network_bytes_per_s if layout.train_nodes > 1 else kind.link_bytes_per_s
     own = size / layout.num_ranks
     gather_s = own / (link * NETWORK_SHARE) + own / (kind.host_bytes_per_s * PCIE_SHARE)

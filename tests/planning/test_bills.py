@@ -109,7 +109,7 @@ def test_buckets_are_those_of_the_weights():
 
 def test_a_model_that_each_rank_would_hold_is_refused_with_the_strategy_that_shares_it():
     run = asked("qwen2.5-7b", devices="16", fsdp_sharding_strategy="NO_SHARD")
-    with pytest.raises(ConfigError, match=r"give --fsdp-sharding-strategy FULL_SHARD$"):
+    with pytest.raises(ConfigError, match=r"give --fsdp-sharding-strategy FULL_SHARD, or train an"):
         check_fits(run)
     divided = asked("qwen2.5-7b", devices="16", fsdp_sharding_strategy="ZERO1")
     bills = [rank_bill_of(divided, ranks).total for ranks in (1, 8)]
@@ -132,3 +132,13 @@ def with_engines(run, parts):
     """The run with engines of so many devices."""
     first, *others = run.workers
     return replace(run, workers=(replace(first, tensor_parallel_size=parts), *others))
+
+
+def test_an_adapter_that_fits_is_offered_and_said():
+    run = asked("qwen2.5-7b", devices="2", max_tokens_per_gpu=2048)
+    with pytest.raises(ConfigError, match=r"or train an adapter \(--lora-rank 16\)"):
+        check_fits(replace(run, num_ranks=1, fleet=replace(run.fleet, nodes=(1,))))
+    adapter = run.with_train(lora_rank=16)
+    assert rank_bill_of(adapter, 1).total < run.fleet.kind.memory_bytes
+    assert rank_bill_of(adapter.without_adapter(), 1) == rank_bill_of(run, 1)
+    assert adapter.published == adapter.model.trained.touched_parameters < run.published

@@ -2,11 +2,20 @@
 
 import pytest
 import torch
+from adapted_models import KINDS, adapted
+from oracle import tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from async_grpo.cli.plan import read_positions, read_shape
+from async_grpo.config.training_options import AdapterOptions
 from async_grpo.model.policy import PolicyModel, model_shape, size_of
-from async_grpo.planning.asked import PUBLISHED, multiplied, published_config, shape_of_config
+from async_grpo.planning.asked import (
+    PUBLISHED,
+    multiplied,
+    published_config,
+    shape_of_config,
+    trained_of,
+)
 from async_grpo.util.errors import UnfitModel
 
 TINY = "sample-data/tiny-countdown"
@@ -58,3 +67,10 @@ def test_a_config_without_layers_is_refused(tmp_path):
     (tmp_path / "config.json").write_text('{"hidden_size": 8, "num_attention_heads": 2}')
     with pytest.raises(UnfitModel, match="must say num_hidden_layers"):
         read_shape(str(tmp_path))
+
+
+@pytest.mark.parametrize("kind", [each for each in KINDS if each != "norms too"])
+def test_what_an_adapter_trains_is_what_peft_injects(kind):
+    policy, options = adapted(tiny_model(tied=True), **KINDS[kind]), AdapterOptions(**KINDS[kind])
+    shape = model_shape(policy)
+    assert trained_of(shape, options.stated, frozen_bytes=4) == shape.trained
