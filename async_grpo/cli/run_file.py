@@ -95,7 +95,7 @@ CALLED = {
     "engine_option": "engine_kwargs", "mode": "reward_model.model.path reward_model.enable",
     "": "num_iterations top_k min_p repetition_penalty top_entropy_quantile "
         "off_policy_mask_threshold reward_weights max_tool_calling_iterations use_vllm vllm_mode "
-        "ppo_epochs lora_dropout lora.dropout",
+        "ppo_epochs lora_dropout lora.dropout load_in_4bit load_in_8bit quantization_config",
 }  # fmt: skip
 THEIRS = {name: own for own, names in CALLED.items() for name in names.split()}
 SHARED = "cluster"

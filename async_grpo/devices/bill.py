@@ -33,7 +33,7 @@ OUTPUT_BYTES = 16  # of an output token in a request: id, log-probability, versi
 
 
 @dataclass(frozen=True, slots=True)
-class Trained:
+class TrainedShare:
     """What trains beside a model that is frozen: an adapter, and modules as a whole."""
 
     num_parameters: int
@@ -60,7 +60,7 @@ class ModelShape:
     num_heads: int
     vocab_size: int
     norms_heads: bool = False  # queries and keys are normalised
-    trained: Trained | None = None  # None: all of it trains
+    trained: TrainedShare | None = None  # None: all of it trains
 
     @property
     def num_trained(self) -> int:

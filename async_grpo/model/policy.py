@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from async_grpo.devices.bill import ModelShape, Trained
+from async_grpo.devices.bill import ModelShape, TrainedShare
 from async_grpo.model.attention import PACKED
 from async_grpo.model.experts import Routing
 from async_grpo.model.lm_head import Head, rescaling_of
@@ -342,7 +342,7 @@ def _count(module: nn.Module, *, adapted: bool) -> tuple[int, int]:
     return counts[False], counts[True]
 
 
-def _trained(policy: PolicyModel, *, most: int, root: int) -> Trained | None:
+def _trained(policy: PolicyModel, *, most: int, root: int) -> TrainedShare | None:
     """What trains, `most` parameters of one layer and those of the `root`; None: all does."""
     if policy.adapter is None:
         return None
@@ -352,7 +352,7 @@ def _trained(policy: PolicyModel, *, most: int, root: int) -> Trained | None:
         sum(p.shape[0] for n, p in layer.named_parameters() if ".lora_A." in n)
         for layer in policy.layers
     )
-    return Trained(
+    return TrainedShare(
         num_parameters=sum(each.numel() for _, each in trained_parameters(policy)),
         layer_parameters=most,
         token_values=max(ranks),

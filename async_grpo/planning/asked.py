@@ -20,7 +20,7 @@ from async_grpo.config.roles import GENERATION, JUDGE, LOGPROB, REFERENCE, REWAR
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.config.training_options import AdapterOptions
 from async_grpo.config.worker_config import WorkerConfig
-from async_grpo.devices.bill import FLOAT32, ModelShape, Trained
+from async_grpo.devices.bill import FLOAT32, ModelShape, TrainedShare
 from async_grpo.util.errors import ConfigError, UnfitModel
 from async_grpo.weight_sync.routes import adapter_rank, as_stated, publishes_adapter
 
@@ -351,7 +351,7 @@ def shape_of_config(config: Mapping[str, Any], *, who: str, num_parameters: int 
     )
 
 
-def trained_of(model: ModelShape, adapter: Mapping[str, Any], *, frozen_bytes: int) -> Trained:
+def trained_of(model: ModelShape, adapter: Mapping[str, Any], *, frozen_bytes: int) -> TrainedShare:
     """What trains of a model's sizes with an adapter, by peft's names of its configuration.
 
     Of modules to save those outside of layers count: embed_tokens, norm and lm_head.
@@ -375,7 +375,7 @@ def trained_of(model: ModelShape, adapter: Mapping[str, Any], *, frozen_bytes: i
     layer = sum(rank * (a + b) + b * bool(adapter.get("use_dora")) for a, b in chosen)
     root = of_vocabulary * (("lm_head" in saved) + ("embed_tokens" in saved))
     root += hidden * ("norm" in saved)
-    return Trained(
+    return TrainedShare(
         num_parameters=model.num_layers * layer + root,
         layer_parameters=layer,
         token_values=rank * len(chosen),

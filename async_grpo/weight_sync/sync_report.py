@@ -24,9 +24,10 @@ class Bound(NamedTuple):
 
 
 # In float32, log-probabilities were seen to differ by 1e-6 (4 layers) to 1.5e-5 (30 layers) in the
-# mean and by less than 1e-4 at most, while an update at a learning rate of 1e-6 moves them by 2e-5 to 2e-4
-# in the mean. In bfloat16 they differ by 0.02 in the mean and 0.2 at most, whether an update was
-# missed or not: there `Readback` finds a missed update, and the canary a different computation.
+# mean and by less than 1e-4 at most, while an update at a learning rate of 1e-6 moves them by 2e-5
+# to 2e-4 in the mean. In bfloat16 they differ by 0.02 in the mean and 0.2 at most, whether an
+# update was missed or not: there `Readback` finds a missed update, and the canary a different
+# computation.
 BOUNDS = {"float64": Bound(1e-3, 1e-5), "float32": Bound(1e-3, 2e-5)}
 LOW_PRECISION_BOUND = Bound(0.7, 0.05)
 # A policy that guesses uniformly over any vocabulary scores its prompts higher than this. Below it,
