@@ -25,7 +25,8 @@ def placed(run: LocalRun, inventory: Inventory) -> LocalRun:
     """
     adapter = stated_adapter(run.train.adapter)
     workers = serving_adapters(run.train, adapter, run.workers, on_cpu=not inventory.devices)
-    run = replace(run, workers=workers)
+    if workers != run.workers:
+        run = replace(run, workers=workers)
     if run.ray_address:
         return run
     found = placed_on(run, [len(inventory.devices)])

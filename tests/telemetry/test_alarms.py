@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from async_grpo.config.option import flag, option_fields
 from async_grpo.config.train_config import TrainConfig
+from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.telemetry.alarm_conditions import CONDITIONS, NUM_COMPARED, NUM_NOW, NUM_STEPS
 from async_grpo.telemetry.alarms import (
     ALARMS_FILE,
@@ -28,6 +29,7 @@ HEALTHY = {
     "num_samples": 32,
     "avg_reward": 0.4,
     "avg_max_reward_in_group": 0.7,
+    "merge_loss": 0.01,
     "perc_with_0_advantage": 0.25,
     "perc_truncated_samples": 0.5,
     "avg_output_tokens": 40.0,
@@ -70,6 +72,7 @@ PROVOKED = {
     "collapsed": ([APART], 1),
     "not_finite": ([HEALTHY | {"skipped_steps_non_finite": 1, "grad_norm": None}], 1),
     "gradient_spike": ([SPIKE], 1),
+    "lost_in_merging": ([HEALTHY | {"merge_loss": 0.2}], 1),
     "mismatch_rising": ([RISEN] * 30, NUM_COMPARED // 2 - 1 + NUM_STEPS),
     "all_truncated": ([CUT] * NUM_STEPS, NUM_STEPS),
     "no_signal": ([EVEN] * NUM_STEPS, NUM_STEPS),
@@ -277,7 +280,7 @@ def test_each_kind_of_failure_is_raised_once_and_over_when_no_group_fails():
 
 
 def test_words_name_options_that_exist():
-    known = set(map(flag, option_fields(TrainConfig)))
+    known = {flag(n) for each in (TrainConfig, WorkerConfig) for n in option_fields(each)}
     for wrong, _ in PROVOKED.values():
         (sentence,) = sentences([HEALTHY] * 50 + wrong)
         assert set(re.findall(r"--[\w-]+", sentence)) <= known

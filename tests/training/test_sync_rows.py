@@ -48,5 +48,6 @@ def test_every_fact_of_a_sync_is_a_metric_with_a_meaning():
 def test_every_fact_of_the_schema_is_measured(tmp_path):
     (row,) = rows_of(tmp_path, synced=[FIRST])
     missing = [metric.name for metric in SECTIONS[StepFacts] if row[metric.name] is None]
-    # A learner counts the first, and there is none here; a dense model has no second.
-    assert missing == ["unrecorded_minibatches", "canary_routing_mismatch"]
+    # A learner counts the first, and there is none here; a dense model has no second, and one
+    # without an adapter no third.
+    assert missing == ["unrecorded_minibatches", "canary_routing_mismatch", "merge_loss"]

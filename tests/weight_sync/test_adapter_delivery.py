@@ -1,7 +1,7 @@
 """What is sent of an adapter is compared, in the worker, with what the policy computes with.
 
 Held fixed: the policy. Free: what goes wrong between it and the engine, the update, the type. The
-live model is a plain one here; engines of vLLM are in tests/rollout/test_adapters.py.
+live model is a plain one here; engines of vLLM are in tests/rollout/test_engine_adapters.py.
 """
 
 import copy
