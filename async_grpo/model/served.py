@@ -164,20 +164,28 @@ def _like(local: Tensor, part: Tensor) -> Tensor:
 
 
 def samples(
-    policy: PolicyModel, *, alone: bool, dtype: torch.dtype, seed: int, num_ranks: int = 1
+    policy: PolicyModel,
+    *,
+    alone: bool,
+    dtype: torch.dtype,
+    served: torch.dtype,
+    seed: int,
+    num_ranks: int = 1,
 ) -> tuple[list[WeightSample], float, float]:
     """(this rank's samples of what an adapter changes, Σ lost², Σ ΔW²); collective.
 
     They are taken of the live parameters, apart from `changed` and `adapter_alone`, so that a
     mistake there, or on the way, is found. `alone`: of the adapter's own tensors, B scaled; lost
-    is 0 then. Else lost is what rounding to `dtype` takes of the change of the sampled weights.
+    is 0 then. Else lost is what rounding to `served`, the engines' type, takes of the change of
+    the sampled weights, which are sent in `dtype`.
     """
     found, lost, total = [], 0.0, 0.0
     for name, part, value in _alone(policy, dtype) if alone else _merged(policy):
         rows, columns = _chosen(name, part, seed, num_rows=-(-NUM_ROWS // num_ranks))
         exact, change = value(rows, columns)
         sent = exact.to(dtype)
-        lost += float((sent.double() - exact.double()).square().sum()) if change.any() else 0.0
+        arrives = exact.to(served).double() - (exact - change).to(served).double()
+        lost += float((arrives - change.double()).square().sum()) if change.any() else 0.0
         total += float(change.double().square().sum())
         arrays = (each.numpy() for each in (rows, columns, sent.float().cpu()))
         found.append(WeightSample(name, *arrays))

@@ -45,7 +45,7 @@ from async_grpo.util.user_code import UserCode
 from async_grpo.util.waiting import in_background
 from async_grpo.weight_sync.buckets import laid_out_bytes, lay_out, torch_dtype
 from async_grpo.weight_sync.publisher import Publisher
-from async_grpo.weight_sync.routes import published_dtype, publishes_adapter
+from async_grpo.weight_sync.routes import published_dtype, publishes_adapter, served_dtype
 from async_grpo.weight_sync.transport import open_sender
 from async_grpo.weight_sync.update_checks import ExpectedWeights
 
@@ -92,6 +92,7 @@ def open_run(
             Publisher(cluster, dtype=torch_dtype(dtype)),
             sender=sender,
             alone=_publishes_adapter(config, workers),
+            served=torch_dtype(served_dtype(workers)),
         ),
         record,
         workers=workers,

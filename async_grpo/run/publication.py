@@ -59,11 +59,13 @@ class Publication:
         *,
         sender: DeviceSender | None,
         alone: bool = False,
+        served: torch.dtype = torch.float32,
     ) -> None:
         """`sender` sends weights from device to device, before the object store has them."""
         config = plan.config
-        # `alone`: the adapter travels, and is not merged into weights.
-        self.published_as = plan.incarnation, publisher.dtype, alone
+        # `alone`: the adapter travels, and is not merged into weights. `served`: what engines
+        # round to.
+        self.published_as = plan.incarnation, publisher.dtype, alone, served
         self._merges = config.adapter.trains_adapter and not alone
         self.canary = canary_tokens(question.input_token_ids for question in plan.questions)
         self._publisher = publisher
@@ -160,7 +162,7 @@ class OthersPublication(Absent):
     """In place of `Publication` on every other rank, which only takes part in collectives."""
 
     canary = canary_tokens(())
-    published_as: tuple[int, torch.dtype, bool]  # unset: rank 0 shares its value
+    published_as: tuple[int, torch.dtype, bool, torch.dtype]  # unset: rank 0 shares its value
     announcements = Absent()
 
     def send(self, client: RunClient, tensors: NamedTensors) -> None:

@@ -161,7 +161,7 @@ class SampledData(Iterator[StreamItem]):
     def _collect(self, num_batches: int) -> Collected:
         """Gather the policy's current weights; collective."""
         if self._collector is None:
-            self._incarnation, self._dtype, self._alone = self._ranks.share(
+            self._incarnation, self._dtype, self._alone, self._served = self._ranks.share(
                 lambda: self._main.weights.published_as
             )
             self._collector = Collector(
@@ -182,8 +182,8 @@ class SampledData(Iterator[StreamItem]):
         self._collected, facts = self._collect(num_batches), {}
         if policy.adapter:
             own = samples(
-                policy, alone=self._alone, dtype=self._dtype, seed=num_batches,
-                num_ranks=self._ranks.world_size,
+                policy, alone=self._alone, dtype=self._dtype, served=self._served,
+                seed=num_batches, num_ranks=self._ranks.world_size,
             )  # fmt: skip
             found, lost, total = zip(*self._ranks.gather(own), strict=True)
             facts = {

@@ -38,6 +38,16 @@ def published_dtype(workers: Iterable[WorkerInfo]) -> str:
     return "bfloat16" if {worker.dtype for worker in loading} == {"bfloat16"} else "float32"
 
 
+def served_dtype(workers: Iterable[WorkerInfo]) -> str:
+    """The least precise dtype that generation workers compute in.
+
+    >>> served_dtype([WorkerInfo("w", "generation", "n", 1, dtype="bfloat16")])
+    'bfloat16'
+    """
+    served = {each.dtype for each in workers if each.role == GENERATION}
+    return min(served, key=["bfloat16", "float16", "float32", "float64"].index, default="float32")
+
+
 def publishes_adapter(
     config: TrainConfig, adapter: Mapping[str, Any], workers: Iterable[WorkerInfo]
 ) -> tuple[bool, str]:

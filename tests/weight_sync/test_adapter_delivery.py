@@ -73,7 +73,7 @@ def found(sent, policy, *, dtype, seed):
     held = dict(live.named_parameters())
     for name, tensor in sent.items():
         held[name].data.copy_(tensor)
-    own, lost, total = samples(policy, alone=False, dtype=dtype, seed=seed)
+    own, lost, total = samples(policy, alone=False, dtype=dtype, served=dtype, seed=seed)
     assert total > 0 and lost >= 0
     shapes = {name: each.shape for name, each in served(policy).items()}
     return Readback(live, seed=0).differing_samples(own, shapes)
