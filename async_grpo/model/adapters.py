@@ -1,4 +1,4 @@
-"""Low-rank adapters: peft puts them into the policy; here they get values, and are merged by rows.
+"""Low-rank adapters: peft puts them into the policy; here they get their values and are checked.
 
 A layer computes x W' + s x A' B' with a frozen W [out, in], and A [r, in] and B [out, r] that train
 (LoRA, arXiv 2106.09685). Engines and exports get W + s B A, or A and B as peft saves them.

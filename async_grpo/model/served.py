@@ -30,7 +30,7 @@ from async_grpo.model.loading import (
     probe_pairs,
     scores_alone,
     small_model,
-)  # fmt: skip
+)
 from async_grpo.model.model_folder import read_config
 from async_grpo.model.policy import PolicyModel, hf_named_parameters, trained_parameters
 from async_grpo.model.weight_files import local_part, materialise, own_rows, slices_of
@@ -114,7 +114,7 @@ class _Factors(NamedTuple):
         """Collective."""
         a, b = (_whole(each[NAME].weight).double() for each in (layer.lora_A, layer.lora_B))
         b = b * layer.scaling[NAME]
-        if experts := getattr(layer, "num_experts", 1) - 1 and layer.num_experts:  # as peft cuts
+        if (experts := getattr(layer, "num_experts", 1)) > 1:  # as peft cuts them
             a = a.reshape(experts, -1, a.shape[-1])
             b = b.reshape(len(b), -1, experts).permute(2, 0, 1)
         is_turned = layer.fan_in_fan_out or (a.ndim > 2 and not layer._did_swap_in_out_features)
@@ -150,7 +150,9 @@ def _detached(parameter: Tensor, cut: Callable[[Tensor], Tensor]) -> Tensor:
 
 def _whole(parameter: Tensor) -> Tensor:
     tensor = parameter.detach()
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    return tensor.to(tensor.device_mesh.device_type).full_tensor()  # it may lie in the host's
 
 
 def _like(local: Tensor, part: Tensor) -> Tensor:
@@ -227,10 +229,10 @@ def _of(
         change = left @ right
     own = held.flatten(0, -2)[rows - _first_row(part)]
     exact = own.to(torch.promote_types(own.dtype, torch.float32))
-    exact = exact + change.to(exact.dtype)
+    exact = exact + change.to(exact.device, exact.dtype)
     if whole.magnitude is not None:
         norms = exact.double().norm(dim=1, keepdim=True)
-        exact = (exact * (whole.magnitude[rows, None] / norms)).to(exact.dtype)
+        exact = (exact * (whole.magnitude[rows, None].to(norms.device) / norms)).to(exact.dtype)
     return exact[:, columns], (exact - own)[:, columns]
 
 
