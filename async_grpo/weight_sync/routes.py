@@ -45,7 +45,7 @@ def served_dtype(workers: Iterable[WorkerInfo]) -> str:
     'bfloat16'
     """
     served = {each.dtype for each in workers if each.role == GENERATION}
-    return min(served, key=["bfloat16", "float16", "float32", "float64"].index, default="float32")
+    return next((each for each in ("bfloat16", "float16") if each in served), "float32")
 
 
 def publishes_adapter(

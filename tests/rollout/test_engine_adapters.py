@@ -27,7 +27,7 @@ from async_grpo.util.errors import WeightSyncError
 from async_grpo.weight_sync.sync_report import canary_complaint
 
 pytestmark = pytest.mark.integration
-CLOSE = 5e-6
+CLOSE = 2e-5  # nats; rounding was seen to reach 5.6e-6 at one of 150 tokens
 LEARNING_RATE = 1e-4
 NUM_SEEDS = 15  # with seven kinds of sabotage 105 cases
 
