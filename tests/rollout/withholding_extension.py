@@ -1,5 +1,8 @@
 """The engine's extension, in an engine that can be made to keep old weights without a word."""
 
+from pathlib import Path
+
+from async_grpo.model.weight_files import tensors_in
 from async_grpo.weight_sync.vllm_extension import WeightsExtension
 
 
@@ -10,7 +13,8 @@ class WithholdingExtension(WeightsExtension):
         model = self.model_runner.model
         if "load_weights" in vars(model):
             return
-        load, self._before = model.load_weights, {}
+        folder = Path(self.model_runner.model_config.model)
+        load, self._before = model.load_weights, dict(tensors_in(folder))  # brought by the start
 
         def load_stale(weights):
             sent = {name: tensor.clone() for name, tensor in weights}
