@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -177,9 +178,9 @@ def samples(
     """(this rank's samples of what an adapter changes, Σ lost², Σ ΔW²); collective.
 
     They are taken of the live parameters, apart from `changed` and `adapter_alone`, so that a
-    mistake there, or on the way, is found. `alone`: of the adapter's own tensors, B scaled; lost
-    is 0 then. Else lost is what rounding to `served`, the engines' type, takes of the change of
-    the sampled weights, which are sent in `dtype`.
+    mistake there, or on the way, is found; of linear layers by peft's own product. `alone`: of the
+    adapter's own tensors, B scaled; lost is 0 then. Else lost is what rounding to `served`, the
+    engines' type, takes of the change of the sampled weights, which are sent in `dtype`.
     """
     found, lost, total = [], 0.0, 0.0
     for name, part, value in _alone(policy, dtype) if alone else _merged(policy):
@@ -225,6 +226,8 @@ def _of(
     if right.ndim > 2:  # of each row its own expert's
         each = rows // part.shape[1]
         change = torch.einsum("kr,krn->kn", left, right[each])
+    elif isinstance(layer, Linear):
+        change = _by_peft(layer, rows)
     else:
         change = left @ right
     own = held.flatten(0, -2)[rows - _first_row(part)]
@@ -234,6 +237,17 @@ def _of(
         norms = exact.double().norm(dim=1, keepdim=True)
         exact = (exact * (whole.magnitude[rows, None].to(norms.device) / norms)).to(exact.dtype)
     return exact[:, columns], (exact - own)[:, columns]
+
+
+def _by_peft(layer: Linear, rows: Tensor) -> Tensor:
+    """s B A at rows by peft's own formula: a mistake in `_Factors` must not be in samples, too."""
+    a, b = (_whole(each[NAME].weight).double() for each in (layer.lora_A, layer.lora_B))
+    turned = layer.fan_in_fan_out
+    factors = {"lora_A": a[:, rows] if turned else a, "lora_B": b if turned else b[rows]}
+    alike = {name: {NAME: SimpleNamespace(weight=each)} for name, each in factors.items()}
+    stand_in = SimpleNamespace(scaling=layer.scaling, fan_in_fan_out=turned, **alike)
+    change: Tensor = Linear.get_delta_weight(stand_in, NAME)
+    return change
 
 
 def _first_row(part: Tensor) -> int:

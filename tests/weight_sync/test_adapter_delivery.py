@@ -15,7 +15,7 @@ from oracle import tiny_model
 
 from async_grpo.model.adapters import NAME, adapted_layers
 from async_grpo.model.policy import trained_parameters
-from async_grpo.model.served import changed, probing, samples, served
+from async_grpo.model.served import _Factors, changed, probing, samples, served
 from async_grpo.types import CanaryRow, PublishReport, WeightsAck, WeightsSnapshot, WeightsVersion
 from async_grpo.weight_sync.sync_report import probe_complaints
 from async_grpo.weight_sync.update_checks import Readback
@@ -109,6 +109,15 @@ def test_sabotage_is_found_in_the_same_update(kind, dtype):
         names = found(wrong, policy, dtype=dtype, seed=seed)
         expected = {n for n in wrong if kind != "one layer missing" or "1.mlp.up_proj" in n}
         assert {*names} == expected
+
+
+def test_a_mistake_in_the_merge_itself_is_found(monkeypatch):
+    policy, right = a_policy(np.random.default_rng(0), torch.float32), _Factors.of
+    monkeypatch.setattr(
+        _Factors, "of", lambda layer: right(layer)._replace(left=2 * right(layer).left)
+    )
+    wrong = {name: each.make() for name, each in changed(policy).items()}
+    assert {*found(wrong, policy, dtype=torch.float32, seed=0)} == wrong.keys()
 
 
 def scored(values):
