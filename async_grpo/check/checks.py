@@ -271,9 +271,11 @@ def check_rewards(setup: Setup, facts: Facts) -> Iterator[Finding]:
             yield Finding("ok", "reward", text)
 
 
-def check_devices(_: Setup, facts: Facts) -> list[Finding]:
-    """Each rank and worker gets a device of this machine, or a share of one."""
-    return stated("devices", facts.placement)
+def check_devices(setup: Setup, facts: Facts) -> list[Finding]:
+    """Each rank and worker gets a device of this machine, or a share of one, if it needs one."""
+    on_cpu = not facts.num_devices
+    needs = _of("devices", lambda: setup.train.check_devices(on_cpu=on_cpu))
+    return needs + stated("devices", facts.placement)
 
 
 def check_places(setup: Setup, facts: Facts) -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""Writes a folder of FP8 or MXFP4 weights out in bf16, one tensor at a time.
+"""Writes a folder of FP8 or MXFP4 weights out in bf16, or rounds one, one tensor at a time.
 
 transformers can load both so (`FineGrainedFP8Config(dequantize=True)`, `Mxfp4Config`), but holds
 the whole model, and derives a block's size from the number of scales: it refuses a matrix whose
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from async_grpo.checkpoint.export import write_folder
 from async_grpo.model.foreign_folders import (
@@ -25,7 +25,18 @@ from async_grpo.model.foreign_folders import (
     config_file,
     quantization_of,
 )
-from async_grpo.model.weight_files import Files, files_of
+from async_grpo.model.model_folder import read_config
+from async_grpo.model.packed_linear import library, rounded
+from async_grpo.model.policy import PolicyModel, as_stored
+from async_grpo.model.weight_files import (
+    Files,
+    Named,
+    files_of,
+    outline,
+    places_of,
+    put_back,
+    tensors_in,
+)
 from async_grpo.util.errors import CheckpointError, ConfigError, UnfitModel
 
 Block = tuple[int, int]  # rows and columns of a matrix that share a scale
@@ -50,8 +61,7 @@ def dequantize(source: Path, target: Path) -> int:
         raise ConfigError(f"IN must be quantised, {source} is not: use it as it is")
     if not can_dequantize(found):
         check_full_precision(source)
-    if target.exists() or target.is_symlink():
-        raise ConfigError(f"OUT must not exist, {target} does: name another folder")
+    _check_absent(target)
     files = files_of(source)
     scales = _scales(files)
     if not scales:
@@ -61,13 +71,49 @@ def dequantize(source: Path, target: Path) -> int:
         )
     config = json.dumps(_full_precision(config_file(source)), indent=2) + "\n"
     tensors = _dequantized(files, scales, block=block_of(found))
+    _write(tensors, source, target, texts={"config.json": config})
+    return len(scales)
+
+
+def quantize(source: Path, target: Path, kind: str) -> int:
+    """Write a folder whose linear layers hold what `kind` can say; returns how many do.
+
+    These are the layers of adapters on all-linear. Types and names stay. Raises as `dequantize`.
+    """
+    check_full_precision(source)
+    _check_absent(target)
+    library()
+    policy = PolicyModel(outline(read_config(source), attention="eager", dtype=torch.float32))
+    head = policy.model.get_output_embeddings()
+    linear = {
+        stored
+        for path, layer in policy.model.named_modules()
+        if isinstance(layer, nn.Linear) and layer is not head
+        for stored in as_stored(policy.model, f"{path}.weight", layer.weight)
+    }
+    if absent := sorted(linear - places_of(source).keys()):
+        raise UnfitModel(
+            "weights to round must be in safetensors by the names of save_pretrained, "
+            f"{len(absent)} are not in {source}, first {absent[0]}: write it with save_pretrained"
+        )
+    named = tensors_in(source)
+    tensors = ((name, rounded(each, kind) if name in linear else each) for name, each in named)
+    _write(put_back(tensors, source), source, target, texts={})
+    return len(linear)
+
+
+def _check_absent(target: Path) -> None:
+    if target.exists() or target.is_symlink():
+        raise ConfigError(f"OUT must not exist, {target} does: name another folder")
+
+
+def _write(tensors: Named, source: Path, target: Path, *, texts: Mapping[str, str]) -> None:
     try:
-        write_folder(tensors, source, target, texts={"config.json": config})
+        write_folder(tensors, source, target, texts=texts)
     except (OSError, CheckpointError) as error:
         raise ConfigError(
             f"cannot write {target} ({error}): free space, or name another"
         ) from error
-    return len(scales)
 
 
 def _full_precision(config: Mapping[str, object], *, is_part: bool = False) -> dict[str, object]:

@@ -28,7 +28,7 @@ from async_grpo.cli.plan import plan
 from async_grpo.cli.run_file import shared_folder
 from async_grpo.cli.train import main as train
 from async_grpo.cli.train import resolved
-from async_grpo.cli.use_model import dequantize, evaluate, generate, push, serve
+from async_grpo.cli.use_model import dequantize, evaluate, generate, push, quantize, serve
 from async_grpo.cli.use_run import plot_commands, replay, rollouts
 from async_grpo.cli.worker import main as worker
 from async_grpo.model.foreign_folders import families
@@ -216,7 +216,7 @@ HEADINGS = {
     "Run": (quickstart, check, plan, launch),
     "Run, one process after the other": (worker, train),
     "Look at a run": (control, plot_commands, rollouts, replay),
-    "Use a model": (models, evaluate, generate, serve, dequantize, push),
+    "Use a model": (models, evaluate, generate, serve, dequantize, quantize, push),
     "Learn": (example, completion),
 }
 for command in itertools.chain(*HEADINGS.values(), (trial,)):

@@ -256,6 +256,28 @@ def dequantize(source: str, target: Path) -> None:
     click.echo(f"wrote {target}: bf16, {num_weights} weights were quantised")
 
 
+@click.command("quantize", context_settings=CONTEXT)
+@click.argument("source", metavar="IN")
+@click.argument("target", metavar="OUT", type=click.Path(path_type=Path))
+@click.option("--kind", type=click.Choice(["nf4", "int8"]), default="nf4", help="default: nf4")
+@command_boundary()
+def quantize(source: str, target: Path, kind: str) -> None:
+    """Write IN with linear layers rounded to what 4 or 8 bits can say, for --base-quantization.
+
+    OUT has IN's names and types, and every role of a run takes it: so engines compute with the
+    weights that trainer ranks hold packed. One tensor at a time is in memory. Needs bitsandbytes.
+
+    \b
+    e.g. Qwen/Qwen2.5-7B-Instruct models/Qwen2.5-7B-nf4
+    """
+    folder = Path(local_folder(source))
+    check_files(folder)
+    from async_grpo.checkpoint import dequantize as folders  # seconds, as all that needs torch
+
+    num_weights = folders.quantize(folder, target, kind)
+    click.echo(f"wrote {target}: {num_weights} weights are rounded to {kind}")
+
+
 @click.command("push", context_settings=CONTEXT)
 @click.argument("source", metavar="RUN_OR_FOLDER", type=click.Path(path_type=Path))
 @click.argument("name")

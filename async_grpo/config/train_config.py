@@ -137,6 +137,18 @@ class TrainConfig:
                 "max_staleness", "must be 0 with --deterministic", "drop one of the two"
             )
 
+    def check_devices(self, *, on_cpu: bool) -> None:
+        """Raise `ConfigError` for options that need a device, or others than beside them."""
+        adapter, memory = self.adapter, self.memory
+        if adapter.base_quantization == "none":
+            return
+        if on_cpu:
+            rule, remedy = "needs trainer ranks on devices, these compute on a CPU", "leave it out"
+            raise adapter.refusal("base_quantization", rule, remedy)
+        if memory.use_torch_compile or memory.offload == "parameters":
+            rule = "goes neither with --use-torch-compile nor with --offload parameters"
+            raise adapter.refusal("base_quantization", rule, "leave one of them out")
+
     @property
     def environments(self) -> set[str]:
         """Names of the environments that play training or held-out questions."""

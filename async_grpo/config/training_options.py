@@ -14,7 +14,7 @@ CLOCKS = ("steps", "samples", "tokens")
 # What peft would do at the start, for which there is a frozen base that stays as it is.
 ALTERS_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga", "mica")
 # Options of every adapter, also of one that is gone on with.
-OF_ANY = ("adapter_path", "adapter_reference", "adapter_publication", "export_merged")
+OF_ANY = ("base_quantization", "adapter_path", "adapter_reference", "adapter_publication", "export_merged")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +134,10 @@ class AdapterOptions(Options):
     """train the norms of weights apart from their directions (DoRA, arXiv 2402.09353)"""
     modules_to_save: str = option("", none="", change=Change.FIXED)
     """names of modules trained as a whole beside the adapter, separated by commas"""
+    base_quantization: str = option("none", choices=("none", "nf4", "int8"), change=Change.FIXED)
+    """how a trainer rank on a device holds the frozen weights under the adapter (QLoRA, arXiv
+    2305.14314): nf4 in 4.5 bits a number, int8 in 8.5, all of them on each rank, or none; of a
+    folder that `async-grpo quantize` wrote, which all roles take"""
     adapter_path: str = option("", none="", change=Change.FIXED)
     """folder of an adapter in peft's format to go on with, whose rank and targets count"""
     adapter_reference: str = option("trainer", choices=("trainer", "worker"), change=Change.FIXED)
@@ -177,6 +181,9 @@ class AdapterOptions(Options):
         if self.lora_rank and self.adapter_path:
             rule = "must not stand beside --lora-rank: the adapter there has its own"
             raise self.refusal("adapter_path", rule, "leave one of the two out")
+        if self.base_quantization != "none" and self.use_dora:
+            rule = "must be none with --use-dora, which needs the norms of whole weights"
+            raise self.refusal("base_quantization", rule, "leave one of the two out")
         for each in fields(self):
             belongs = self.lora_rank or (each.name in OF_ANY and self.adapter_path)
             if getattr(self, each.name) != each.default and not belongs:

@@ -27,6 +27,9 @@ CPU_BATCHED_TOKENS = 4096
 WHOLE_SHARE = 0.92  # of a device that vLLM has alone: vLLM's default
 KV_BLOCK_TOKENS = 32  # the least: prompts share whole blocks, and a sequence may waste one
 
+# Of a frozen weight that is packed: bits of a number, and numbers that share a float32 scale.
+PACKED_BITS = {"nf4": 4, "int8": 8}
+PACKED_BLOCK = 64
 OF_LOGITS = 3  # float32 copies of a row: logits, logits over temperature, log-softmax
 GRAPHS_BYTES = 3 * GIB // 2  # CUDA's context and graphs of an engine, an assumption
 OUTPUT_BYTES = 16  # of an output token in a request: id, log-probability, version
@@ -43,6 +46,15 @@ class TrainedShare:
     touched_parameters: int  # of the model, whose values in engines the adapter changes
     frozen_bytes: int = FLOAT32  # of one number of the frozen model
     trains_head: bool = False
+    packed_parameters: int = 0  # of the frozen model, in `packs`
+    packs: str = "none"
+    unpacked_values: int = 0  # of the largest packed weight
+
+    @property
+    def packed_bytes(self) -> int:
+        """Of all packed weights, which every rank has."""
+        bits = PACKED_BITS.get(self.packs, 0)
+        return self.packed_parameters * bits // 8 + FLOAT32 * self.packed_parameters // PACKED_BLOCK
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,19 +168,24 @@ def _held(model: ModelShape, training: Training) -> tuple[Line, ...]:
     trained, beside = model.num_trained, model.trained
     letter, ranks = "t" if beside else "P", f"{training.shard_ranks} ranks"
     own, of_own = ceil(trained / training.shard_ranks) * FLOAT32, f"4 {letter} / {ranks}"
-    frozen = beside.frozen_bytes if beside else 0
+    frozen, packed = (beside.frozen_bytes, beside.packed_parameters) if beside else (0, 0)
     over = training.moment_ranks or training.shard_ranks
     moments, of_moments = 2 * ceil(trained / over) * FLOAT32, f"8 {letter} / {over} ranks"
     moves, steps = training.offload == "parameters", training.offload != "none"
     gathered = training.compute_bytes * (model.root_parameters + model.trained_root * bool(beside))
     layers = model.num_layers if training.keeps_gathered else 2  # one, and the next on its way
     of_layer = model.layer_parameters + model.trained_layer * bool(beside)
+    of_layer -= packed // model.num_layers
     gathered_layers = training.compute_bytes * of_layer * layers
     whole = FLOAT32 * trained if training.defers else 0
     copies = moments if training.offload == "optimizer" else 0
     return (
-        Line("the frozen model", frozen * ceil(model.num_parameters / training.shard_ranks),
+        Line("the frozen model",
+             frozen * ceil((model.num_parameters - packed) / training.shard_ranks),
              f"{frozen} P / {ranks}", moves),
+        Line("packed weights", beside.packed_bytes if beside else 0, "all of them on each rank"),
+        Line("an unpacked weight", training.compute_bytes * (beside.unpacked_values if beside else 0),
+             "e of the largest"),
         Line("master weights", own, of_own, moves),
         Line("gradients", own, of_own, moves),
         Line("AdamW's moments", moments, of_moments, steps),

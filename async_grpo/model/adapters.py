@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,13 +18,27 @@ from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import Linear, LoraLayer, ParamWrapper
 from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME, ModulesToSaveWrapper
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from async_grpo.config.training_options import ALTERS_BASE, AdapterOptions
 from async_grpo.model.foreign_folders import hub_name, stated_config
 from async_grpo.model.model_folder import read_config
-from async_grpo.model.policy import PolicyModel, hf_named_parameters, trained_parameters
-from async_grpo.model.weight_files import local_part, outline, read_into
+from async_grpo.model.packed_linear import PackedLinear, packed_layers
+from async_grpo.model.policy import (
+    PolicyModel,
+    as_stored,
+    hf_named_parameters,
+    trained_parameters,
+)
+from async_grpo.model.weight_files import (
+    Place,
+    as_shard_of,
+    local_part,
+    outline,
+    read_into,
+    read_whole,
+    slices_of,
+)
 from async_grpo.util.errors import UnfitModel
 
 logger = logging.getLogger(__name__)
@@ -48,15 +62,16 @@ class Adapter:
     config: LoraConfig
     seed: int
     folder: Path | None  # that it goes on from
+    packs: str = "none"  # how the frozen weights of its layers are packed
 
     @classmethod
     def of(cls, options: AdapterOptions, *, model: str, seed: int) -> Adapter:
         """Raises `UnfitModel` for a folder that holds no adapter that can go on."""
         if options.adapter_path:
             folder = Path(options.adapter_path)
-            return cls(read_adapter_config(folder), seed, folder)
+            return cls(read_adapter_config(folder), seed, folder, options.base_quantization)
         stated = dict(options.stated, base_model_name_or_path=model, task_type="CAUSAL_LM")
-        return cls(LoraConfig(**stated), seed, None)
+        return cls(LoraConfig(**stated), seed, None, options.base_quantization)
 
     def outlined(self, path: str) -> PolicyModel:
         """The policy in `path` with this adapter, without memory; raises as `inject` does."""
@@ -92,10 +107,24 @@ class Adapter:
                     f"modules that share no weights with others, got {path} "
                     f"({type(module).__name__}): leave it out"
                 )
+        if self.packs != "none":
+            self._pack(policy)
         if self.folder is None:
             self._draw(policy)
         else:
             self._check_file(self.folder / SAFETENSORS_WEIGHTS_NAME, policy)
+
+    def _pack(self, policy: PolicyModel) -> None:
+        """Put packed layers, without values, in the place of the frozen linear ones."""
+        of_linear = [each for _, each in adapted_layers(policy) if isinstance(each, Linear)]
+        for layer in of_linear:
+            if not isinstance(layer.base_layer, nn.Linear) or layer.use_dora[NAME]:
+                raise UnfitModel(
+                    "--base-quantization is of linear layers with LoRA, got "
+                    f"{type(layer.base_layer).__name__}"
+                    f"{' with DoRA' if layer.use_dora[NAME] else ''}: leave it out"
+                )
+            layer.base_layer = PackedLinear(layer.base_layer, self.packs)
 
     def _check_file(self, file: Path, policy: PolicyModel) -> None:
         """Raise `UnfitModel` for an adapter of another model, before any weights are read."""
@@ -112,14 +141,21 @@ class Adapter:
         """Give both factors the values that peft draws, on the host and whole on each rank."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
-            for _, layer, _ in adapted_layers(policy):
+            for _, layer in adapted_layers(policy):
                 for factor in (layer.lora_A, layer.lora_B):
                     factor.to_empty(device="cpu")
                 layer.reset_lora_parameters(NAME, self.config.init_lora_weights)
 
     @torch.no_grad()
-    def fill(self, policy: PolicyModel) -> None:
-        """Set what depends on the model's own weights, or is in a file; `policy` has its shards."""
+    def fill(self, policy: PolicyModel, places: Mapping[str, Place]) -> None:
+        """Set what depends on the model's own weights, or is in a file; `policy` has its shards.
+
+        `places`: of the model's tensors, for weights that are packed, of which each rank reads all.
+        """
+        for path, packed in packed_layers(policy.model):
+            name = f"{path.replace('.base_layer', '')}.weight"
+            [stored] = as_stored(policy.model, name, packed.outline)
+            packed.fill(read_whole(places[stored], packed.outline).to(packed.codes.device), name)
         if self.folder is not None:
             file = self.folder / SAFETENSORS_WEIGHTS_NAME
             for name, parameter in trained_parameters(policy):
@@ -129,9 +165,9 @@ class Adapter:
         for name, parameter in trained_parameters(policy):
             if SAVED in name:
                 local_part(parameter).copy_(local_part(own[name.replace(SAVED, ".")]))
-        for _, layer, weight in adapted_layers(policy):
+        for _, layer in adapted_layers(policy):
             if layer.use_dora[NAME]:  # B is 0
-                norms = local_part(weight).float().norm(dim=1)
+                norms = local_part(base_weight(layer)).float().norm(dim=1)
                 local_part(layer.lora_magnitude_vector[NAME].weight).copy_(norms)
 
 
@@ -207,11 +243,22 @@ def in_file(name: str) -> str:
     return IN_FILE + name.replace(SAVED, ".").replace(f".{NAME}.", ".")
 
 
-def adapted_layers(policy: PolicyModel) -> Iterator[tuple[str, Linear | ParamWrapper, Tensor]]:
-    """(name of a parameter that an adapter changes, its layer, the parameter itself)."""
+def adapted_layers(policy: PolicyModel) -> Iterator[tuple[str, Linear | ParamWrapper]]:
+    """(name of a parameter that an adapter changes, its layer)."""
     for path, layer in policy.model.named_modules():
         own = path.replace(".base_layer", "")
         if isinstance(layer, Linear):
-            yield f"{own}.weight", layer, layer.base_layer.weight
+            yield f"{own}.weight", layer
         elif isinstance(layer, ParamWrapper):  # of experts, or of a router
-            yield f"{own}.{layer.parameter_name}", layer, layer.get_param()
+            yield f"{own}.{layer.parameter_name}", layer
+
+
+def base_weight(layer: Linear | ParamWrapper) -> Tensor:
+    """The parameter that an adapter changes, or of packed weights a tensor like it, made anew."""
+    if isinstance(layer, ParamWrapper):
+        return layer.get_param()
+    weight = layer.base_layer.weight
+    if not isinstance(layer.base_layer, PackedLinear):
+        return weight
+    b = layer.lora_B[NAME].weight  # [out, r], of which a rank has the same rows
+    return as_shard_of(weight[slices_of(b)[0]], b, shape=weight.shape)

@@ -132,7 +132,7 @@ def load_sharded(
             policy.model.tie_weights()
         fill(policy, places)
     if adapter:
-        adapter.fill(policy)
+        adapter.fill(policy, places)
     policy.model.set_attn_implementation(attention)
     if sequences_alone:
         policy.see_sequences_alone()

@@ -22,6 +22,7 @@ from async_grpo.model.experts import Routing
 from async_grpo.model.lm_head import Head, rescaling_of
 from async_grpo.model.logprobs import HeadTerm, TokenLogprobs, token_logprobs
 from async_grpo.model.model_folder import read_config
+from async_grpo.model.packed_linear import packed_layers, packed_weights
 from async_grpo.types import PackedMinibatch
 
 if TYPE_CHECKING:
@@ -259,7 +260,7 @@ def size_of(model: PreTrainedModel) -> ModelSize:
 def _active(model: PreTrainedModel) -> Iterator[tuple[Tensor, float]]:
     """Each parameter and the share of it that one token's products use: that of chosen experts."""
     chosen = getattr(model.config, "num_experts_per_tok", None) or 1
-    named = dict(model.named_parameters())
+    named = dict(model.named_parameters()) | dict(packed_weights(model))
     of_experts = {name: each for name, each in named.items() if ".experts." in name}
     number = max((len(each) for each in of_experts.values() if each.ndim == 3), default=0)
     for name, parameter in named.items():
@@ -337,7 +338,7 @@ def model_shape(policy: PolicyModel) -> ModelShape:
 def _count(module: nn.Module, *, adapted: bool) -> tuple[int, int]:
     """(parameters of the model's own, those that train beside them)."""
     counts = {True: 0, False: 0}
-    for parameter in module.parameters():
+    for parameter in (*module.parameters(), *dict(packed_weights(module)).values()):
         counts[adapted and parameter.requires_grad] += parameter.numel()
     return counts[False], counts[True]
 
@@ -347,6 +348,8 @@ def _trained(policy: PolicyModel, *, most: int, root: int) -> TrainedShare | Non
     if policy.adapter is None:
         return None
     frozen = [each for each in policy.model.named_parameters() if not each[1].requires_grad]
+    packed = [each for _, each in packed_weights(policy.model)]
+    in_packed = sum(each.numel() for each in packed)
     touched = (p.numel() for n, p in frozen if ".base_layer." in n or ".original_module." in n)
     ranks = (
         sum(p.shape[0] for n, p in layer.named_parameters() if ".lora_A." in n)
@@ -357,7 +360,10 @@ def _trained(policy: PolicyModel, *, most: int, root: int) -> TrainedShare | Non
         layer_parameters=most,
         token_values=max(ranks),
         root_parameters=root,
-        touched_parameters=sum(touched),
+        touched_parameters=sum(touched) + in_packed,
         frozen_bytes=frozen[0][1].element_size(),
         trains_head=policy.head.weight.requires_grad,
+        packed_parameters=in_packed,
+        packs=next((layer.kind for _, layer in packed_layers(policy.model)), "none"),
+        unpacked_values=max((each.numel() for each in packed), default=0),
     )

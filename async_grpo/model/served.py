@@ -22,7 +22,14 @@ from peft.tuners.lora import Linear, ParamWrapper
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from async_grpo.model.adapters import NAME, SAVED, Adapter, adapted_layers, in_file
+from async_grpo.model.adapters import (
+    NAME,
+    SAVED,
+    Adapter,
+    adapted_layers,
+    base_weight,
+    in_file,
+)
 from async_grpo.model.loading import (
     CPU,
     FOREIGN,
@@ -34,7 +41,13 @@ from async_grpo.model.loading import (
 )
 from async_grpo.model.model_folder import read_config
 from async_grpo.model.policy import PolicyModel, hf_named_parameters, trained_parameters
-from async_grpo.model.weight_files import local_part, materialise, own_rows, slices_of
+from async_grpo.model.weight_files import (
+    as_shard_of,
+    local_part,
+    materialise,
+    own_rows,
+    slices_of,
+)
 from async_grpo.types import WeightSample
 from async_grpo.util.errors import UnfitModel
 
@@ -68,9 +81,9 @@ def changed(policy: PolicyModel, *, divided: bool = False) -> dict[str, Served]:
     """As `served`, of parameters that an adapter changes alone; collective."""
     cut = own_rows if divided else _itself
     found: dict[str, Served] = {}
-    for name, layer, weight in adapted_layers(policy):
-        whole = _Factors.of(layer)
-        found[name] = Served(tuple(weight.shape), partial(whole.merged, weight, cut))
+    for name, layer in adapted_layers(policy):
+        whole, shape = _Factors.of(layer), tuple(base_weight(layer).shape)
+        found[name] = Served(shape, partial(whole.merged, layer, cut))
     for name, each in trained_parameters(policy):
         if SAVED in name:
             own = name.replace(SAVED, ".")
@@ -124,12 +137,14 @@ class _Factors(NamedTuple):
         return cls(*((a.mT, b.mT) if is_turned else (b, a)), magnitude)
 
     @torch.no_grad()
-    def merged(self, weight: Tensor, cut: Callable[[Tensor], Tensor]) -> Tensor:
+    def merged(
+        self, layer: Linear | ParamWrapper, cut: Callable[[Tensor], Tensor]
+    ) -> Tensor:
         """The weight with the adapter: a float32 sum of a product in float64.
 
         So it is the same, but for one number in 1e8, however the rows are cut.
         """
-        part = cut(weight.detach())
+        part = cut(base_weight(layer).detach())
         held, rows = local_part(part), slices_of(part)[0]
         right = self.right[rows] if self.right.ndim > 2 else self.right
         change = self.left[rows].to(held.device) @ right.to(held.device)
@@ -138,7 +153,7 @@ class _Factors(NamedTuple):
         if self.magnitude is not None:
             norms = found.double().norm(dim=1, keepdim=True)
             found = (found * (self.magnitude[rows, None].to(held.device) / norms)).to(wide)
-        return _like(found, part)
+        return as_shard_of(found, part)
 
 
 def _itself(tensor: Tensor) -> Tensor:
@@ -154,16 +169,6 @@ def _whole(parameter: Tensor) -> Tensor:
     if not isinstance(tensor, DTensor):
         return tensor
     return tensor.to(tensor.device_mesh.device_type).full_tensor()  # it may lie in the host's
-
-
-def _like(local: Tensor, part: Tensor) -> Tensor:
-    """`local` as this rank's shard of a tensor that is sharded as `part` is."""
-    if not isinstance(part, DTensor):
-        return local
-    return DTensor.from_local(
-        local, part.device_mesh, part.placements, run_check=False, shape=part.shape,
-        stride=part.stride(),
-    )  # fmt: skip
 
 
 def samples(
@@ -199,8 +204,8 @@ Value = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # (numbers at rows x 
 
 
 def _merged(policy: PolicyModel) -> Iterator[tuple[str, Tensor, Value]]:
-    for name, layer, weight in adapted_layers(policy):
-        part = own_rows(weight.detach())
+    for name, layer in adapted_layers(policy):
+        part = own_rows(base_weight(layer).detach())
         yield name, part, partial(_of, layer, part)
     for name, each in trained_parameters(policy):
         if SAVED in name:
@@ -210,7 +215,7 @@ def _merged(policy: PolicyModel) -> Iterator[tuple[str, Tensor, Value]]:
 
 def _alone(policy: PolicyModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor, Value]]:
     scales = {
-        id(layer.lora_B[NAME].weight): layer.scaling[NAME] for _, layer, _ in adapted_layers(policy)
+        id(layer.lora_B[NAME].weight): layer.scaling[NAME] for _, layer in adapted_layers(policy)
     }
     for name, each in trained_parameters(policy):
         part = own_rows(each.detach())
@@ -286,11 +291,11 @@ def probing(policy: PolicyModel) -> Iterator[None]:
     kept = []
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        for _, layer, weight in adapted_layers(policy):
+        for _, layer in adapted_layers(policy):
             b = layer.lora_B[NAME].weight.detach()
             kept.append((local_part(b), local_part(b).clone()))
             a = layer.lora_A[NAME].weight
-            sizes = [_whole(each.detach().float().norm()) for each in (weight, a)]
+            sizes = [_whole(each.detach().float().norm()) for each in (base_weight(layer), a)]
             # |B A| is about |A| times the root of the rows of B, for B of unit variance.
             size = PROBE_SHARE * sizes[0] / (layer.scaling[NAME] * len(b) ** 0.5 * sizes[1])
             drawn = torch.randn(b.shape)[slices_of(b)]
@@ -311,7 +316,7 @@ def check_adapter(path: str, adapter: Adapter) -> None:
     """
     config, policy = read_config(Path(path)), adapter.outlined(path)
     assert policy.adapter is not None
-    linear = [name for name, layer, _ in adapted_layers(policy) if isinstance(layer, Linear)]
+    linear = [name for name, layer in adapted_layers(policy) if isinstance(layer, Linear)]
     tried = LoraConfig(
         r=4,
         target_modules=sorted({name.split(".")[-2] for name in linear}),
@@ -323,8 +328,8 @@ def check_adapter(path: str, adapter: Adapter) -> None:
         small = PolicyModel(small_model(config))
         probe.inject(small)
         materialise(small, CPU, parameters_on=CPU)
-        probe.fill(small)
-        for _, layer, _ in adapted_layers(small):
+        probe.fill(small, {})
+        for _, layer in adapted_layers(small):
             layer.lora_B[NAME].weight.normal_(std=PROBE_SHARE)
         merged = small_model(config)
         held = dict(merged.named_parameters())

@@ -161,12 +161,26 @@ def read_into(target: Tensor, whole: Tensor, place: Place) -> None:
     with safe_open(file, framework="pt") as content:
         source = content.get_slice(name)
         if source.get_shape() != list(whole.shape):
-            raise UnfitModel(
-                f"{name} in {file} must have the shape that config.json gives it "
-                f"({list(whole.shape)}), it has {source.get_shape()}: give the model its own config"
-            )
+            raise _misshapen(name, file, whole, source.get_shape())
         if target.numel():  # with more ranks than rows some have none
             target.copy_(source[slices_of(whole)] if whole.ndim else content.get_tensor(name))
+
+
+def read_whole(place: Place, like: Tensor) -> Tensor:
+    """A file's tensor, as `read_into` takes a slice of it."""
+    file, name = place
+    with safe_open(file, framework="pt") as content:
+        found = content.get_tensor(name)
+    if found.shape != like.shape:
+        raise _misshapen(name, file, like, [*found.shape])
+    return found
+
+
+def _misshapen(name: str, file: Path, whole: Tensor, found: list[int]) -> UnfitModel:
+    return UnfitModel(
+        f"{name} in {file} must have the shape that config.json gives it ({[*whole.shape]}), it "
+        f"has {found}: give the model its own config"
+    )
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -189,6 +203,20 @@ def own_rows(tensor: Tensor) -> Tensor:
     return DTensor.from_local(
         whole[start : start + size], ranks, (rows,),
         run_check=False, shape=tensor.shape, stride=tensor.stride(),
+    )  # fmt: skip
+
+
+def as_shard_of(local: Tensor, other: Tensor, *, shape: torch.Size | None = None) -> Tensor:
+    """`local` as this rank's shard of a tensor of `shape` that is sharded as `other` is.
+
+    None: of its shape, too.
+    """
+    if not isinstance(other, DTensor):
+        return local
+    whole = torch.empty(shape or other.shape, device="meta")
+    return DTensor.from_local(
+        local, other.device_mesh, other.placements, run_check=False, shape=whole.shape,
+        stride=whole.stride(),
     )  # fmt: skip
 
 

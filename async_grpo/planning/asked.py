@@ -120,7 +120,8 @@ class Asked:
     def adapted(self, adapter: Mapping[str, Any], train: TrainConfig) -> Asked:
         """The same run with these options, in which this adapter trains; empty: all does."""
         frozen = min(self.stored_bytes, FLOAT32) if self.train_bytes == BF16 else FLOAT32
-        trained = trained_of(self.model, adapter, frozen_bytes=frozen) if adapter else None
+        packs = train.adapter.base_quantization
+        trained = trained_of(self.model, adapter, frozen, packs=packs) if adapter else None
         model = replace(self.model, trained=trained)
         return replace(self, model=model, adapter=adapter, train=train)
 
@@ -351,7 +352,9 @@ def shape_of_config(config: Mapping[str, Any], *, who: str, num_parameters: int 
     )
 
 
-def trained_of(model: ModelShape, adapter: Mapping[str, Any], *, frozen_bytes: int) -> TrainedShare:
+def trained_of(
+    model: ModelShape, adapter: Mapping[str, Any], frozen_bytes: int, *, packs: str = "none"
+) -> TrainedShare:
     """What trains of a model's sizes with an adapter, by peft's names of its configuration.
 
     Of modules to save those outside of layers count: embed_tokens, norm and lm_head.
@@ -375,14 +378,18 @@ def trained_of(model: ModelShape, adapter: Mapping[str, Any], *, frozen_bytes: i
     layer = sum(rank * (a + b) + b * bool(adapter.get("use_dora")) for a, b in chosen)
     root = of_vocabulary * (("lm_head" in saved) + ("embed_tokens" in saved))
     root += hidden * ("norm" in saved)
+    sizes = [a * b for a, b in chosen]
     return TrainedShare(
         num_parameters=model.num_layers * layer + root,
         layer_parameters=layer,
         token_values=rank * len(chosen),
         root_parameters=root,
-        touched_parameters=model.num_layers * sum(a * b for a, b in chosen) + root,
+        touched_parameters=model.num_layers * sum(sizes) + root,
         frozen_bytes=frozen_bytes,
         trains_head="lm_head" in saved,
+        packed_parameters=model.num_layers * sum(sizes) * (packs != "none"),
+        packs=packs,
+        unpacked_values=max(sizes, default=0) * (packs != "none"),
     )
 
 

@@ -64,6 +64,7 @@ class Learner:
         Raises `ConfigError` or `UnfitModel` on every rank for what cannot be trained.
         """
         code, memory = users_algorithm(config), config.memory
+        config.check_devices(on_cpu=ranks.device.type == "cpu")
         find_algorithm(config, code)  # before the minutes in which a model loads
         if of_rank_0 := ranks.share(lambda: code):
             of_rank_0.require_same(code)

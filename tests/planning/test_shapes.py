@@ -73,4 +73,4 @@ def test_a_config_without_layers_is_refused(tmp_path):
 def test_what_an_adapter_trains_is_what_peft_injects(kind):
     policy, options = adapted(tiny_model(tied=True), **KINDS[kind]), AdapterOptions(**KINDS[kind])
     shape = model_shape(policy)
-    assert trained_of(shape, options.stated, frozen_bytes=4) == shape.trained
+    assert trained_of(shape, options.stated, 4) == shape.trained

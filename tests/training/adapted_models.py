@@ -6,6 +6,7 @@ from torch.nn.utils import parametrize
 
 from async_grpo.config.training_options import AdapterOptions
 from async_grpo.model.adapters import NAME, Adapter
+from async_grpo.model.packed_linear import packed_layers, rounded
 from async_grpo.model.policy import PolicyModel, trained_parameters
 from async_grpo.model.weight_files import materialise
 
@@ -19,21 +20,34 @@ KINDS = {
     "decomposed": {"lora_rank": 2, "lora_targets": r".*\.(o|up)_proj", "use_dora": True},
     "norms too": {"lora_rank": 2, "lora_targets": "k_proj", "modules_to_save": "norm"},
 }  # fmt: skip
+# Those whose frozen weights are held packed, beside the others.
+PACKED = {
+    "in 4 bits": {"lora_rank": 2, "base_quantization": "nf4"},
+    "in 8 bits": {"lora_rank": 2, "lora_targets": "q_proj,up_proj", "base_quantization": "int8"},
+}
+ALL_KINDS = KINDS | PACKED
 
 
 def adapted(model, *, seed=1, starts=False, **options):
     """A policy of `model` with an adapter of these options; unless it `starts`, B is random."""
     policy = PolicyModel(model)
     adapter = Adapter.of(AdapterOptions(**options), model="m", seed=seed)
+    whole = {name: each.detach().float() for name, each in model.named_parameters()}
     adapter.inject(policy)
     materialise(policy, CPU, parameters_on=CPU)
-    adapter.fill(policy)
+    for path, layer in packed_layers(policy.model):
+        name = path.replace(".base_layer", ".weight")
+        layer.fill(rounded(whole[name], layer.kind), name)
+    if not options.get("base_quantization"):
+        adapter.fill(policy, {})
     if not starts:
         torch.manual_seed(seed)
         for name, parameter in trained_parameters(policy):
             if "lora_B" in name or "magnitude" in name or "modules_to_save" in name:
                 parameter.data += 0.1 * torch.randn_like(parameter)
-    return policy.to(model.dtype)
+    for _, parameter in trained_parameters(policy):  # scales of packed weights stay float32
+        parameter.data = parameter.data.to(model.dtype)
+    return policy
 
 
 class Added(torch.nn.Module):
@@ -54,6 +68,8 @@ def adapted_twin(make, policy, *, scale):
     """(twin, {trained parameter of the policy: its leaf}); `make` returns the model as it was."""
     twin = oracle_twin(make())
     twin.requires_grad_(False)
+    for path, layer in packed_layers(policy.model):
+        twin.get_submodule(path.removesuffix(".base_layer")).weight.data = layer.weight.double()
     leaves = {
         name: torch.nn.Parameter(parameter.detach().double().clone())
         for name, parameter in trained_parameters(policy)

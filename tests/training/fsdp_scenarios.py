@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 import torch.distributed as dist
-from adapted_models import KINDS, adapted
+from adapted_models import ALL_KINDS, adapted
 from effort import FULL
 from learners import gradient_step
 from loading_scenarios import differences
@@ -133,7 +133,7 @@ def make_step(*, tied=True, dtype=torch.float32, config=CONFIG, hybrid=False, ki
     `kind`: of an adapter that trains.
     """
     model = tiny_model(tied=tied, dtype=dtype)
-    policy = adapted(model, **KINDS[kind]) if kind else PolicyModel(model)
+    policy = adapted(model, **ALL_KINDS[kind]) if kind else PolicyModel(model)
     shard(policy, mesh_of(config, hybrid=hybrid), **options)
     return equip(policy, config)
 
@@ -462,6 +462,8 @@ def world(rank, *, source, target, models):
         "adapter some, rank-stabilised": one_step(
             rank, dtype=f64, kind="some, rank-stabilised", config=divided
         ),
+        "adapter in 4 bits": one_step(rank, dtype=f64, kind="in 4 bits"),
+        "adapter in 8 bits": one_step(rank, dtype=f64, kind="in 8 bits", config=divided),
         "host optimizer": one_step(rank, config=CONFIG.but(offload="optimizer")),
         "host optimizer hybrid f64": one_step(
             rank, config=CONFIG.but(offload="optimizer"), hybrid=True, dtype=f64

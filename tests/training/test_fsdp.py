@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from adapted_models import KINDS, adapted, adapted_twin, scale_of, tiny
+from adapted_models import ALL_KINDS, adapted, adapted_twin, scale_of, tiny
 from effort import max_ranks
 from formulas import objective
 from fsdp_scenarios import (
@@ -143,10 +143,10 @@ def test_ranks_train_adapters_of_experts_as_one_process_does(scenario, ran):
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL_KINDS)
 def test_ranks_give_the_oracle_s_gradient_of_an_adapter(kind, ran):
-    policy = adapted(tiny_model(tied=True, dtype=torch.float64), **KINDS[kind])
-    twin, leaves = adapted_twin(tiny, policy, scale=scale_of(KINDS[kind]))
+    policy = adapted(tiny_model(tied=True, dtype=torch.float64), **ALL_KINDS[kind])
+    twin, leaves = adapted_twin(tiny, policy, scale=scale_of(ALL_KINDS[kind]))
     samples = make_samples(tiny_model(tied=True))
     objective(oracle_outputs(twin, samples, CONFIG), CONFIG).backward()
     expected = {name: leaf.grad for name, leaf in leaves.items()}

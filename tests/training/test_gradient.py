@@ -16,7 +16,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from adapted_models import KINDS, adapted, adapted_twin, scale_of, tiny
+from adapted_models import ALL_KINDS, adapted, adapted_twin, scale_of, tiny
 from effort import FULL, histories
 from formulas import (
     cancellation,
@@ -319,13 +319,13 @@ def test_a_preset_s_gradient_is_the_oracle_s_for_any_streaming(
 
 @functools.cache
 def adapted_pair(kind, tied):
-    policy = adapted(tiny(tied=tied), **KINDS[kind])
+    policy = adapted(tiny(tied=tied), **ALL_KINDS[kind])
     make = functools.partial(tiny, tied=tied)
-    return policy, *adapted_twin(make, policy, scale=scale_of(KINDS[kind]))
+    return policy, *adapted_twin(make, policy, scale=scale_of(ALL_KINDS[kind]))
 
 
 @settings(max_examples=100 if FULL else 2, deadline=None)
-@given(data=st.data(), kind=st.sampled_from([*KINDS]), **STREAMINGS)
+@given(data=st.data(), kind=st.sampled_from([*ALL_KINDS]), **STREAMINGS)
 @pytest.mark.parametrize("preset", PRESET_NAMES)
 def test_an_adapter_s_gradient_is_the_oracle_s_for_any_streaming(
     preset, data, kind, tied, **streaming

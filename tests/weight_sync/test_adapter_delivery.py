@@ -27,7 +27,7 @@ def with_factors(policy, change):
     """What would be sent if the factors of each layer were other ones."""
     wrong = copy.deepcopy(policy)
     with torch.no_grad():
-        for name, layer, _ in adapted_layers(wrong):
+        for name, layer in adapted_layers(wrong):
             change(name, layer, layer.lora_A[NAME].weight, layer.lora_B[NAME].weight)
     return {name: each.make() for name, each in changed(wrong).items()}
 
