@@ -5,6 +5,8 @@ and another number of ranks can read them. Names are those of Hugging Face, or o
 
     policy.<name>  exp_avg.<name>  exp_avg_sq.<name>  [rank_3.random_cpu, rank_3.random_cuda]
 
+Moments in 8 bits depend on how a rank's shards are cut: they are each rank's own, as rank_3.state1.
+
 AdamW's count of updates is not saved, for it equals the run's clock of steps: every update moves
 every parameter. The weights of a reference that has moved are in separate files, as served.
 """
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,12 +35,13 @@ from torch.futures import Future
 from async_grpo.checkpoint import disk
 from async_grpo.checkpoint.resume import Start
 from async_grpo.model.policy import trained_parameters
-from async_grpo.training.fsdp import as_shard, moments_of, reshard
+from async_grpo.training.fsdp import LibraryAdamW, as_shard, moments_of, reshard
 from async_grpo.training.learner import Learner
 from async_grpo.util.errors import CheckpointError
 
 FILE_BYTES = 1 << 30  # of a rank's file, and of one of a reference: one at a time is in memory
 MOMENTS = ("exp_avg", "exp_avg_sq")
+OF_A_RANK = re.compile(r"rank_\d+\.")
 
 Tensors = dict[str, Tensor]
 
@@ -156,6 +160,11 @@ def restore_learner(learner: Learner, start: Start) -> None:
     if start.clocks.steps:
         _begin_moments(learner)
     saved_by_as_many = start.manifest.world_size == dist.get_world_size()
+    if isinstance(learner.step.optimizer, LibraryAdamW) and not saved_by_as_many:
+        raise CheckpointError(
+            f"{start.folder} holds moments of bitsandbytes' optimizer, which are each rank's own: "
+            f"resume it with {start.manifest.world_size} ranks"
+        )
     random_states = _random_states() if saved_by_as_many else {}
     reader = dcp.HuggingFaceStorageReader(str(start.folder))
     try:
@@ -172,6 +181,9 @@ def _named_state(learner: Learner) -> Tensors:
     optimizer, clocks = learner.step.optimizer, learner.step.clocks
     if not clocks.steps:
         return tensors  # AdamW makes its moments with its first step
+    if isinstance(optimizer, LibraryAdamW):
+        own = optimizer.moments({parameter: name for name, parameter in trained.items()})
+        return tensors | {f"rank_{dist.get_rank()}.{name}": each for name, each in own.items()}
     counts = torch.stack([moments_of(optimizer, p)["step"].cpu() for p in trained.values()])
     assert bool((counts == clocks.steps).all()), f"AdamW counts {counts}, the clock {clocks}"
     for moment in MOMENTS:
@@ -182,6 +194,9 @@ def _named_state(learner: Learner) -> Tensors:
 
 def _begin_moments(learner: Learner) -> None:
     """Make AdamW's state, as its first step would, with the clock's number of steps."""
+    if isinstance(learner.step.optimizer, LibraryAdamW):
+        learner.step.optimizer.begin(learner.step.clocks.steps)
+        return
     num_steps = float(learner.step.clocks.steps)
     for group in learner.step.optimizer.param_groups:
         for parameter in group["params"]:
@@ -201,6 +216,10 @@ def _file_numbers(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     sharded = ((name, tensor) for name, tensor in tensors.items() if name not in numbers)
     for number, part in enumerate(cut_by_size(sharded, FILE_BYTES * world_size), 1):
         numbers |= dict.fromkeys(part, number)
+        for name in part:
+            if of_a_rank := OF_A_RANK.match(name):
+                rest = name[of_a_rank.end() :]
+                numbers |= {f"rank_{rank}.{rest}": number for rank in range(world_size)}
     return numbers
 
 

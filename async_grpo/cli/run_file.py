@@ -74,7 +74,9 @@ CALLED = {
     "balance_coefficient": "moe_aux_loss_coeff router_aux_loss_coef",
     "lora_rank": "lora_r lora.rank", "lora_alpha": "lora.alpha",
     "lora_targets": "target_modules lora_target_modules", "lora_init": "init_lora_weights",
-    "modules_to_save": "lora_modules_to_save", "adapter_path": "lora_adapter_path",
+    "modules_to_save": "lora_modules_to_save",
+    "base_quantization": "load_in_4bit load_in_8bit quantization_config",
+    "adapter_path": "lora_adapter_path",
     "gpu_memory_utilization": "vllm_gpu_memory_utilization",
     "tensor_parallel_size": "vllm_tensor_parallel_size tensor_model_parallel_size",
     "max_model_len": "vllm_max_model_length", "lr_scheduler": "lr_scheduler_type",
@@ -95,7 +97,7 @@ CALLED = {
     "engine_option": "engine_kwargs", "mode": "reward_model.model.path reward_model.enable",
     "": "num_iterations top_k min_p repetition_penalty top_entropy_quantile "
         "off_policy_mask_threshold reward_weights max_tool_calling_iterations use_vllm vllm_mode "
-        "ppo_epochs lora_dropout lora.dropout load_in_4bit load_in_8bit quantization_config",
+        "ppo_epochs lora_dropout lora.dropout",
 }  # fmt: skip
 THEIRS = {name: own for own, names in CALLED.items() for name in names.split()}
 SHARED = "cluster"

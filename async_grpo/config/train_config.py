@@ -139,15 +139,19 @@ class TrainConfig:
 
     def check_devices(self, *, on_cpu: bool) -> None:
         """Raise `ConfigError` for options that need a device, or others than beside them."""
-        adapter, memory = self.adapter, self.memory
-        if adapter.base_quantization == "none":
-            return
-        if on_cpu:
-            rule, remedy = "needs trainer ranks on devices, these compute on a CPU", "leave it out"
-            raise adapter.refusal("base_quantization", rule, remedy)
-        if memory.use_torch_compile or memory.offload == "parameters":
-            rule = "goes neither with --use-torch-compile nor with --offload parameters"
-            raise adapter.refusal("base_quantization", rule, "leave one of them out")
+        memory, rule = self.memory, "needs trainer ranks on devices, these compute on a CPU"
+        if self.adapter.base_quantization != "none":
+            if on_cpu:
+                raise self.refusal("base_quantization", rule, "leave it out")
+            if memory.use_torch_compile or memory.offload == "parameters":
+                rule = "goes neither with --use-torch-compile nor with --offload parameters"
+                raise self.refusal("base_quantization", rule, "leave one of them out")
+        if self.optimizer.optim != "adamw":
+            if on_cpu:
+                raise self.refusal("optim", rule, "use adamw")
+            if memory.offload != "none" or memory.fsdp_sharding_strategy == "ZERO1":
+                rule = "goes neither with --offload nor with ZERO1, which move adamw's moments"
+                raise self.refusal("optim", rule, "leave one of them out")
 
     @property
     def environments(self) -> set[str]:

@@ -14,7 +14,13 @@ CLOCKS = ("steps", "samples", "tokens")
 # What peft would do at the start, for which there is a frozen base that stays as it is.
 ALTERS_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga", "mica")
 # Options of every adapter, also of one that is gone on with.
-OF_ANY = ("base_quantization", "adapter_path", "adapter_reference", "adapter_publication", "export_merged")
+OF_ANY = (
+    "base_quantization",
+    "adapter_path",
+    "adapter_reference",
+    "adapter_publication",
+    "export_merged",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +29,13 @@ class OptimizerOptions(Options):
 
     learning_rate: float = option(1e-6, change=Change.LIVE, group="Learning rate and optimizer")
     """peak learning rate of AdamW"""
+    optim: str = option(
+        "adamw",
+        choices=("adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit"),
+        change=Change.FIXED,
+    )
+    """adamw: torch's; on devices bitsandbytes' with moments in 8 bits (arXiv 2110.02861), in memory
+    that moves to the host's where a device has too little, or both"""
     lr_scheduler: str = option(
         "constant_with_warmup",
         choices=("constant", "constant_with_warmup", "linear", "cosine"),

@@ -109,6 +109,8 @@ class Training:
     keeps_old_policy: bool = False
     keeps_first_policy: bool = False
     offload: str = "none"  # none, optimizer, parameters
+    moment_bytes: float = FLOAT32  # of one number of a moment
+    pages_moments: bool = False  # they move to the host where a device has too little
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,9 +171,12 @@ def _held(model: ModelShape, training: Training) -> tuple[Line, ...]:
     letter, ranks = "t" if beside else "P", f"{training.shard_ranks} ranks"
     own, of_own = ceil(trained / training.shard_ranks) * FLOAT32, f"4 {letter} / {ranks}"
     frozen, packed = (beside.frozen_bytes, beside.packed_parameters) if beside else (0, 0)
+    unpacked = training.compute_bytes * (beside.unpacked_values if beside else 0)
     over = training.moment_ranks or training.shard_ranks
-    moments, of_moments = 2 * ceil(trained / over) * FLOAT32, f"8 {letter} / {over} ranks"
-    moves, steps = training.offload == "parameters", training.offload != "none"
+    each = 2 * training.moment_bytes
+    moments, of_moments = ceil(each * ceil(trained / over)), f"{each:g} {letter} / {over} ranks"
+    moves = training.offload == "parameters"
+    steps = training.offload != "none" or training.pages_moments
     gathered = training.compute_bytes * (model.root_parameters + model.trained_root * bool(beside))
     layers = model.num_layers if training.keeps_gathered else 2  # one, and the next on its way
     of_layer = model.layer_parameters + model.trained_layer * bool(beside)
@@ -184,8 +189,7 @@ def _held(model: ModelShape, training: Training) -> tuple[Line, ...]:
              frozen * ceil((model.num_parameters - packed) / training.shard_ranks),
              f"{frozen} P / {ranks}", moves),
         Line("packed weights", beside.packed_bytes if beside else 0, "all of them on each rank"),
-        Line("an unpacked weight", training.compute_bytes * (beside.unpacked_values if beside else 0),
-             "e of the largest"),
+        Line("an unpacked weight", unpacked, "e of the largest"),
         Line("master weights", own, of_own, moves),
         Line("gradients", own, of_own, moves),
         Line("AdamW's moments", moments, of_moments, steps),

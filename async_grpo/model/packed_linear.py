@@ -44,12 +44,14 @@ def packed(weight: Tensor, kind: str) -> tuple[Tensor, Tensor]:
             flat, blocksize=PACKED_BLOCK, compress_statistics=False, quant_type=kind
         )
         return codes.reshape(-1), state.absmax
-    codes, state = library().quantize_blockwise(flat, code=_even(flat.device), blocksize=PACKED_BLOCK)
+    codes, state = library().quantize_blockwise(
+        flat, code=_even(flat.device), blocksize=PACKED_BLOCK
+    )
     return codes, state.absmax
 
 
 def unpacked(codes: Tensor, scales: Tensor, kind: str, *, like: Tensor) -> Tensor:
-    """The weight in the form and the type (float32, bf16 or fp16) of `like`, which is any tensor."""
+    """The weight in the form and the type, float32, bf16 or fp16, of `like`."""
     functions = library()
     state = functions.QuantState(
         absmax=scales, shape=(like.numel(),), blocksize=PACKED_BLOCK, dtype=like.dtype,

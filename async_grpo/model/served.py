@@ -137,9 +137,7 @@ class _Factors(NamedTuple):
         return cls(*((a.mT, b.mT) if is_turned else (b, a)), magnitude)
 
     @torch.no_grad()
-    def merged(
-        self, layer: Linear | ParamWrapper, cut: Callable[[Tensor], Tensor]
-    ) -> Tensor:
+    def merged(self, layer: Linear | ParamWrapper, cut: Callable[[Tensor], Tensor]) -> Tensor:
         """The weight with the adapter: a float32 sum of a product in float64.
 
         So it is the same, but for one number in 1e8, however the rows are cut.

@@ -32,6 +32,7 @@ from torch.optim import AdamW
 from async_grpo.model.policy import PolicyModel, trained_parameters
 from async_grpo.model.served import Served, adapter_alone, served
 from async_grpo.model.weight_files import local_part, own_rows
+from async_grpo.util.errors import ConfigError
 
 
 def compute_dtype(mixed_precision: str, device: torch.device) -> torch.dtype:
@@ -266,6 +267,58 @@ class HostAdamW(TwinAdamW):
         self.adamw.step()
         for parameter, twin in self.twins.items():
             local_part(parameter).copy_(local_part(twin))
+
+
+class LibraryAdamW(TwinAdamW):
+    """bitsandbytes' AdamW: moments in 8 bits, of blocks of 256 numbers, in pages, or both.
+
+    Its kernels take plain tensors: a twin is this rank's shard, in the parameter's own memory. What
+    a block holds depends on how the parameters are sharded. Of few numbers moments stay float32.
+    """
+
+    def __init__(
+        self, groups: Iterable[dict[str, Any]], *, kind: str, fused: bool, **options: Any
+    ) -> None:
+        try:
+            from bitsandbytes import optim  # seconds
+        except ImportError as error:
+            raise ConfigError(
+                f"--optim {kind} needs bitsandbytes, which cannot be imported ({error}): "
+                "pip install bitsandbytes, or use adamw"
+            ) from error
+        make = {
+            "adamw_8bit": optim.AdamW8bit, "paged_adamw": optim.PagedAdamW32bit,
+            "paged_adamw_8bit": optim.PagedAdamW8bit,
+        }[kind]  # fmt: skip
+        super().__init__(groups, make=make, **options)
+
+    def _twin_of(self, parameter: Tensor) -> Tensor:
+        return local_part(parameter.detach())
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Update the parameters, each of which must have a gradient."""
+        for parameter, twin in self.twins.items():
+            assert parameter.grad is not None
+            # With more ranks than rows some have none, for which there is no kernel.
+            twin.grad = local_part(parameter.grad) if twin.numel() else None
+        self.adamw.step()
+        for twin in self.twins.values():
+            twin.grad = None
+
+    def begin(self, num_steps: int) -> None:
+        """Make the states of the moments, as the first step would, after `num_steps`."""
+        for number, group in enumerate(self.param_groups):
+            for index, twin in enumerate(group["params"]):
+                if twin.numel():
+                    self.adamw.init_state(group, twin, number, index)
+                    self.state[twin]["step"] = num_steps
+
+    def moments(self, names: Mapping[Tensor, str]) -> dict[str, Tensor]:
+        """{name: this rank's tensor} of the states; of codes and of the scales of their blocks."""
+        kept = ("state1", "state2", "absmax1", "absmax2")
+        states = ((names[p], self.state[twin]) for p, twin in self.twins.items() if twin.numel())
+        return {f"{key}.{n}": state[key] for n, state in states for key in kept if key in state}
 
 
 def moments_of(optimizer: AdamW | TwinAdamW, parameter: Tensor) -> dict[str, Tensor]:

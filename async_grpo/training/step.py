@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -64,9 +64,12 @@ def make_optimizer(
     policy: PolicyModel, options: OptimizerOptions, memory: MemoryOptions
 ) -> AdamW | fsdp.TwinAdamW:
     """AdamW over the (sharded) parameters, without weight decay for biases and norms."""
+    make: Callable[..., AdamW | fsdp.TwinAdamW]
     make = fsdp.HostAdamW if memory.offload == "optimizer" else AdamW
     if memory.fsdp_sharding_strategy == "ZERO1":
         make = partial(fsdp.DividedAdamW, make=make)
+    if options.optim != "adamw":
+        make = partial(fsdp.LibraryAdamW, kind=options.optim)
     parameters = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": options.weight_decay},

@@ -36,9 +36,10 @@ LOADS = SAVES | {
     "from divided": {"tied": True},
     "to divided": {"tied": True, "strategy": "ZERO1"},
 }
+LIBRARY = ("adamw_8bit", "paged_adamw", "paged_adamw_8bit")
 
 
-def make(seed, *, tied, hybrid=False, strategy="FULL_SHARD"):
+def make(seed, *, tied, hybrid=False, strategy="FULL_SHARD", optim="adamw"):
     """A learner of random weights, with biases of one and of three numbers.
 
     `hybrid`: two groups of ranks, where they are even, whose AdamW steps on the host.
@@ -54,6 +55,7 @@ def make(seed, *, tied, hybrid=False, strategy="FULL_SHARD"):
     config = TrainConfig(
         model_name_or_path="m", data_path="d", learning_rate=1e-2,
         offload="optimizer" if hybrid else "none", fsdp_sharding_strategy=strategy,
+        optim=optim,
     )  # fmt: skip
     shard_ranks = num_ranks // 2 if in_groups else config.memory.shard_ranks
     mesh = make_mesh("cpu", num_ranks=num_ranks, shard_ranks=shard_ranks)
@@ -108,6 +110,26 @@ def load(rank, *, checkpoint, saved_by, steps=3, **options):
     return whole(learner), torch.rand(3)
 
 
+def library_moments(rank, *, checkpoint, optim, saved_by=0):
+    """(moments of bitsandbytes' AdamW, weights a step later), saved or loaded; or the error."""
+    learner = make(7 if saved_by else 0, tied=True, optim=optim)
+    learner.step.optimizer.adamw.args.min_8bit_size = 0
+    try:
+        if saved_by:
+            restore_learner(learner, start_at(checkpoint, saved_by=saved_by))
+        else:
+            train(learner, steps=3)
+            group = dist.new_group(backend="gloo")
+            save_tensors(Staging().copy(learner), Path(checkpoint), group=group)
+    except CheckpointError as error:
+        return str(error)
+    names = {parameter: name for name, parameter in hf_named_parameters(learner.policy)}
+    found = {n: each.clone() for n, each in learner.step.optimizer.moments(names).items()}
+    train(learner, steps=1)
+    named = hf_named_parameters(learner.policy)
+    return found, {name: each.detach().full_tensor().clone() for name, each in named}
+
+
 def start_at(checkpoint, *, saved_by, steps=3):
     state = {"clocks": {"steps": steps, "samples": 4 * steps}}
     manifest = Manifest(batches=steps, world_size=saved_by, config={}, hashes={}, state=state)
@@ -147,6 +169,11 @@ def save_all(rank, *, root):
             (Path(root) / name).mkdir(parents=True)
         dist.barrier()
         saved[name] = save(rank, checkpoint=f"{root}/{name}", **options)
+    for optim in LIBRARY:
+        if rank == 0:
+            (Path(root) / optim).mkdir(parents=True)
+        dist.barrier()
+        saved[optim] = library_moments(rank, checkpoint=f"{root}/{optim}", optim=optim)
     return saved, save_and_fail(rank, checkpoint=root, full_on=dist.get_world_size() - 1)
 
 
@@ -155,5 +182,9 @@ def load_all(rank, *, root, saved_by):
         name: load(rank, checkpoint=f"{root}/{name}", saved_by=saved_by, **options)
         for name, options in LOADS.items()
     }
+    for optim in LIBRARY:
+        loaded[optim] = library_moments(
+            rank, checkpoint=f"{root}/{optim}", optim=optim, saved_by=saved_by
+        )
     last = dist.get_world_size() - 1
     return loaded, load_and_fail(rank, checkpoint=f"{root}/tied", unreadable_on=last)

@@ -4,7 +4,7 @@ import pickletools
 
 import pytest
 import torch
-from checkpoint_scenarios import SAVES, load_all, save_all
+from checkpoint_scenarios import LIBRARY, SAVES, load_all, save_all
 from effort import FULL
 from ranks import run_ranks
 from safetensors import safe_open
@@ -51,6 +51,21 @@ def test_any_number_of_ranks_loads_the_very_bits(saved, loaded, name, world):
         assert found.keys() == expected.keys()
         assert found.pop("steps") == expected["steps"]
         assert not [key for key in found if not torch.equal(found[key], expected[key])]
+
+
+@pytest.mark.parametrize("optim", LIBRARY)
+def test_each_rank_loads_its_own_moments_in_8_bits_and_other_numbers_of_ranks_none(
+    saved, loaded, optim
+):
+    for (before, _), (after, _) in zip(saved, loaded[SAVED_BY], strict=True):
+        (moments, stepped), (found, stepped_later) = before[optim], after[optim]
+        assert moments.keys() == found.keys() and stepped.keys() == stepped_later.keys()
+        assert {each.dtype for each in moments.values()} == (
+            {torch.uint8, torch.float32} if optim.endswith("8bit") else {torch.float32}
+        )
+        assert all(torch.equal(found[name], each) for name, each in moments.items())
+        assert all(torch.equal(stepped_later[name], each) for name, each in stepped.items())
+    assert f"resume it with {SAVED_BY} ranks" in loaded[1][0][0][optim]
 
 
 def test_a_run_whose_steps_were_all_skipped_has_no_moments_yet(loaded):

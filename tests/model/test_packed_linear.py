@@ -1,7 +1,5 @@
 """A packed weight is what the folder says, engines serve the same, and gradients are exact."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from adapted_models import CPU
@@ -147,11 +145,13 @@ def test_options_that_cannot_be_are_refused(options, sentence):
 
 
 def test_a_packed_base_needs_devices():
-    config = TrainConfig(
-        model_name_or_path="m", data_path="d", output_dir="o", lora_rank=2, base_quantization="nf4"
-    )
-    config.check_devices(on_cpu=False)
-    with pytest.raises(ConfigError, match="--base-quantization needs trainer ranks on devices"):
-        config.check_devices(on_cpu=True)
-    with pytest.raises(ConfigError, match="--offload parameters"):
-        config.but(offload="parameters").check_devices(on_cpu=False)
+    config = TrainConfig(model_name_or_path="m", data_path="d", lora_rank=2)
+    config.check_devices(on_cpu=True)
+    for option, value in (("base_quantization", "nf4"), ("optim", "adamw_8bit")):
+        found = config.but(**{option: value})
+        found.check_devices(on_cpu=False)
+        name = option.replace("_", "-")
+        with pytest.raises(ConfigError, match=f"--{name} needs trainer ranks on devices"):
+            found.check_devices(on_cpu=True)
+        with pytest.raises(ConfigError, match=f"--{name} goes neither with .*--offload"):
+            found.but(offload="parameters").check_devices(on_cpu=False)

@@ -11,12 +11,13 @@ from oracle import oracle_gradient, random_samples, tiny_model
 from tensor_watchers import NumbersRead
 
 from async_grpo.config.train_config import TrainConfig
+from async_grpo.config.training_options import MemoryOptions, OptimizerOptions
 from async_grpo.model.collate import collate
 from async_grpo.model.lm_head import Head
 from async_grpo.model.logprobs import token_logprobs
 from async_grpo.model.policy import PolicyModel
 from async_grpo.training.schedule import Clocks
-from async_grpo.training.step import NO_SAMPLES, NON_FINITE
+from async_grpo.training.step import NO_SAMPLES, NON_FINITE, make_optimizer
 
 REINFORCE = """
 from async_grpo.algorithms.base import Algorithm, LossSums
@@ -89,6 +90,31 @@ def test_update_equals_clipped_adamw_on_the_oracle_gradient():
         policy.model.named_parameters(), expected.parameters(), strict=True
     ):
         torch.testing.assert_close(got, want, rtol=1e-8, atol=1e-9, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("optim", "off_by"), [("paged_adamw", 1e-5), ("adamw_8bit", 0.1), ("paged_adamw_8bit", 0.1)]
+)
+def test_bitsandbytes_steps_as_torch_does(optim, off_by):
+    """By the norm of what five steps change; with 8 bits every moment is rounded."""
+    pytest.importorskip("bitsandbytes")
+    moved = {}
+    for name in ("adamw", optim):
+        policy = PolicyModel(tiny_model(tied=True).float())
+        before = [each.detach().clone() for each in policy.parameters()]
+        options = OptimizerOptions(optim=name, learning_rate=1e-3, weight_decay=0.1)
+        optimizer = make_optimizer(policy, options, MemoryOptions())
+        if name.endswith("8bit"):
+            optimizer.adamw.args.min_8bit_size = 0
+        generator = torch.Generator().manual_seed(3)
+        for _ in range(5):
+            for each in policy.parameters():
+                each.grad = torch.randn(each.shape, generator=generator)
+            optimizer.step()
+        pairs = zip(policy.parameters(), before, strict=True)
+        moved[name] = torch.cat([(now - then).detach().flatten() for now, then in pairs])
+    assert (moved[optim] - moved["adamw"]).norm() <= off_by * moved["adamw"].norm()
+    assert moved["adamw"].norm() > 0
 
 
 @pytest.mark.parametrize(("limit", "factor"), [(2.0, 1.0), (0.5, 0.5), (0.0, 1.0)])
