@@ -163,7 +163,8 @@ class Asked:
     def devices_of(self, split: Split) -> int:
         """Devices that the split takes, with those of judges and services."""
         others = sum(split.scorers) + self.other_devices
-        return split.ranks + split.engines * self.engine_devices + others
+        ranks = split.ranks * (not self.train.memory.colocated)
+        return ranks + split.engines * self.engine_devices + others
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,7 +61,10 @@ def search(
         return known[key]
 
     own, asked_bound = asked.own_split, asked.train.sampling.max_staleness
-    if asked.on_cpu or asked.is_shared:
+    is_colocated = asked.train.memory.colocated
+    if is_colocated:
+        bounds = tuple(bound for bound in bounds if bound <= 1)
+    if asked.on_cpu or asked.is_shared or is_colocated:
         curve = tuple(at(own, bound) for bound in sorted({*bounds, asked_bound}))
         best = next(each for each in curve if each.max_staleness == asked_bound)
         return SearchResult(best, curve, (best,), best)

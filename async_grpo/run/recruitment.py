@@ -166,7 +166,9 @@ def _find(client: ControllerClient, role: str, demand: Demand, why: str) -> tupl
         workers = client.answer(deadlines.ANSWER_S, client.controller.members, role)
         for worker in workers:
             check_worker(worker, demand)
-        if workers:
+        theirs = {device for worker in workers for device in worker.devices}
+        waits = role == roles.GENERATION and demand.config.memory.colocated
+        if workers and not (waits and {*filter(None, demand.devices)} - theirs):
             return workers
         now = time.monotonic()
         if now - reminded > REMIND_INTERVAL_S:
