@@ -112,7 +112,7 @@ class Engine:
         return AsyncLLM.from_engine_args(engine_args(self._config), usage_context=USAGE)
 
     async def sleep(self) -> None:
-        """Give back the memory of weights and caches; call it without requests.
+        """Give back the memory of weights and caches; requests that run end as by `abort`.
 
         On a device the weights go to the host (vLLM's level 1: its level 2 discards what it has
         derived of them too, which no update brings back). On a CPU the engine's processes end.
@@ -120,6 +120,9 @@ class Engine:
         Raises:
             EngineBrokenError: the engine died, or does not answer.
         """
+        await self.abort()
+        while self._running:  # noqa: ASYNC110 - the caller has a deadline
+            await asyncio.sleep(weights_update.POLL_INTERVAL_S)
         if not current_platform.is_cpu():
             sleeping = self._llm.sleep(level=1)
             await self._transfer("sleep", sleeping, timeout_s=deadlines.ENGINE_SLEEPS_S)

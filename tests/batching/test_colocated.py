@@ -8,7 +8,8 @@ import pytest
 from effort import histories
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted import Registry, run
+from script import Script
+from scripted import Registry, make_question, run
 from scripted_run import Run, make_config, split_steps
 from test_histories import many, quiet, samples_of, scripts  # noqa: F401
 
@@ -41,8 +42,8 @@ class Sleepers(Registry):
 class Colocated(Run):
     """Ranks that leave the devices together, before rank 0 has the engines wake."""
 
-    def __init__(self, script):
-        super().__init__(script)
+    def __init__(self, script, **options):
+        super().__init__(script, **options)
         self.generation = self.cluster.registry = Sleepers(self.cluster, self.cluster)
         self.serve()
         self.left = asyncio.Barrier(script.num_ranks)
@@ -104,6 +105,26 @@ def test_engines_and_ranks_never_have_the_devices_together_and_every_sample_has_
     assert set(fates) == set(FATES)
     assert running.generation.num_rests == batching.num_training_batches
     assert running.generation.awake  # for whoever evaluates the last weights
+
+
+def test_engines_stay_awake_until_an_evaluation_of_their_weights_has_ended():
+    config = make_config(
+        colocated=True, max_staleness=0, num_training_batches=2, eval_data_path="e",
+        eval_every_batches=1, samples_per_question=4,
+    )  # fmt: skip
+    held_out = tuple(make_question() for _ in range(60))  # longer than a batch
+    running = Colocated(Script(config=config), held_out=held_out)
+
+    async def scenario():
+        ranks = await running.train()
+        return ranks, await running.served.evaluations.finished()
+
+    (items, *_), last = run(scenario())
+    ends = [item for item in items if isinstance(item, EndOfStep)]
+    results = [result for end in ends for result in end.evaluations] + [*last]
+    assert [result.version.batches for result in results] == [0, 1, 2]
+    assert {result.num_failed for result in results} == {0}
+    assert {result.skipped for result in results} == {""}
 
 
 @given(st.integers(1, 5), st.integers(0, 1), st.data())
