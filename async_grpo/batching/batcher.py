@@ -97,10 +97,9 @@ class ExperienceBatcher:
             current_step=plan.first_step,
         )
         self._outbox = Outbox(plan.num_ranks)
-        self._turns: Turns | None = None  # of engines and ranks that share devices
-        if config.memory.colocated:
-            num_batches, ended = config.batching.num_training_batches, plan.first_step.batch
-            self._turns = Turns(num_batches=num_batches, num_ended=ended)
+        num_batches, ended = config.batching.num_training_batches, plan.first_step.batch
+        turns = Turns(num_batches=num_batches, num_ended=ended)
+        self._turns = turns if config.memory.colocated else None
         self._parts: dict[Key, Sample] = {}
         self._sent = [Tally()] * plan.num_ranks  # by rank, of the current step
         self._news = asyncio.Event()  # set when a further round may go out

@@ -84,9 +84,9 @@ class SampledData(Iterator[StreamItem]):
         return self._stream is not None and self._stream.is_stopped
 
     def __next__(self) -> StreamItem:
-        self._leave_devices()
         while True:
             stream = self._stream or self._open()
+            self._leave_devices()
             try:
                 item = next(stream)
             except RunLost as error:
@@ -167,8 +167,8 @@ class SampledData(Iterator[StreamItem]):
         self._ranks.agree(0)  # all have parked
 
     def _take_devices(self) -> None:
-        """With --colocated, take the devices from the engines, whatever they do; collective."""
-        if not self._config.memory.colocated:
+        """Take the devices from engines that have them, whatever these do; collective."""
+        if self._learner.parked is None:
             return
         self._ranks.on_main(self._rest)
         self._learner.unpark()

@@ -53,7 +53,7 @@ class Learner:
             memory=config.memory, device=ranks.device,
         )  # fmt: skip
         self.recorder = Recorder(policy, self.step)
-        self._parked: Parked | None = None
+        self.parked: Parked | None = None  # what others' use of the device has moved to the host
         self.settings: dict[str, object] = {}  # see `set`
         self._size = size_of(policy.model)
         self._peak = peak
@@ -153,17 +153,17 @@ class Learner:
 
     def park(self) -> None:
         """Move what is held between two steps from the device to the host; others may use it."""
-        if self.device.type != "cpu" and self._parked is None:
+        if self.device.type != "cpu" and self.parked is None:
             torch.cuda.synchronize(self.device)
             reshard(self.policy)
             on_device = (each for each in self.step.held if each.device == self.device)
-            self._parked = Parked(on_device)
+            self.parked = Parked(on_device)
 
     def unpark(self) -> None:
         """Undo `park`."""
-        if self._parked is not None:
-            self._parked.restore()
-            self._parked = None
+        if self.parked is not None:
+            self.parked.restore()
+            self.parked = None
 
     def discard(self) -> None:
         """Forget the minibatches of an unfinished step, which will all come again."""

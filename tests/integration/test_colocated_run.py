@@ -83,6 +83,26 @@ def test_a_colocated_run_has_the_losses_of_one_with_devices_apart(setup, driver)
         assert max(resident[num_steps]) > 400
 
 
+def test_an_adapter_is_proved_and_trained_the_same_in_turns(setup):
+    options = SHAPE | {"lora_rank": 4, "num_training_batches": 2}
+    for name in ("adapter-apart", "adapter-colocated"):
+        with setup.train(name, colocated=name == "adapter-colocated", **options) as command:
+            assert command.wait(timeout_s=READY_S) == 0, command.err[-4000:]
+    assert steps(setup, "adapter-colocated") == steps(setup, "adapter-apart")
+    assert all(row["grad_norm"] > 0 for row in setup.rows("adapter-colocated"))
+
+
+def test_a_run_that_is_stopped_while_engines_sample_saves_and_goes_on(setup):
+    with setup.train("stopped", colocated=True, **SHAPE) as command:
+        wait_until(lambda: len(setup.rows("stopped")) == 2, timeout_s=READY_S)
+        command.send(signal.SIGINT)  # while an engine is made again
+        assert command.wait(timeout_s=READY_S) != 0
+    assert "saved" in command.err + command.out
+    with setup.train("stopped", colocated=True, **SHAPE) as command:
+        assert command.wait(timeout_s=READY_S) == 0, command.err[-4000:]
+    assert steps(setup, "stopped") == steps(setup, "apart")
+
+
 def test_a_worker_that_is_killed_asleep_is_started_again_and_no_sample_is_lost(setup, driver):
     before = controller_call("counts", "generation")
     options = SHAPE | {"deterministic": False, "max_staleness": 1, "num_training_batches": 4}
