@@ -150,9 +150,10 @@ class Asked:
 
     @property
     def is_shared(self) -> bool:
-        """Whether several processes of the run share a device."""
+        """Whether several processes of the run share a device, at a time or in turns."""
         shares = [each.gpus_per_worker for each in self.workers if each.num_devices]
-        return not self.on_cpu and min(self.train.memory.gpus_per_rank, *shares) < 1
+        memory = self.train.memory
+        return not self.on_cpu and (memory.colocated or min(memory.gpus_per_rank, *shares) < 1)
 
     @property
     def other_devices(self) -> int:
@@ -163,8 +164,7 @@ class Asked:
     def devices_of(self, split: Split) -> int:
         """Devices that the split takes, with those of judges and services."""
         others = sum(split.scorers) + self.other_devices
-        ranks = split.ranks * (not self.train.memory.colocated)
-        return ranks + split.engines * self.engine_devices + others
+        return split.ranks + split.engines * self.engine_devices + others
 
 
 @dataclass(frozen=True, slots=True)

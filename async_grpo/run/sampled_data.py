@@ -5,7 +5,6 @@ All ranks collect weights; rank 0 announces them. Ranks fetch what they need of 
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -41,12 +40,11 @@ from async_grpo.training.stream import Express, RankStream
 from async_grpo.types import CanaryRow, EndOfStep, StreamItem, WeightsVersion
 from async_grpo.util import deadlines
 from async_grpo.util.add_ons import add_on
-from async_grpo.util.errors import DataError, ProcessLostError, RunLost
+from async_grpo.util.errors import DataError, RunLost
 from async_grpo.weight_sync.gather import Shards
 from async_grpo.weight_sync.publisher import Collected, Collector
 from async_grpo.weight_sync.routes import OBJECT_STORE
 
-logger = logging.getLogger(__name__)
 CANARY_TEMPERATURE = 1.0  # vLLM scores prompts at this one only
 
 
@@ -170,15 +168,10 @@ class SampledData(Iterator[StreamItem]):
         """Take the devices from engines that have them, whatever these do; collective."""
         if self._learner.parked is None:
             return
-        self._ranks.on_main(self._rest)
+        client = self._ranks.share(lambda: self._main.client)
+        rest = client.controller.rest
+        self._ranks.on_main(lambda: client.answer(deadlines.DEVICES_TAKEN_S, rest, client.run))
         self._learner.unpark()
-
-    def _rest(self) -> None:
-        client = self._main.client
-        try:
-            client.answer(deadlines.DEVICES_TAKEN_S, client.controller.rest, client.run)
-        except (RunLost, ProcessLostError) as error:  # a rank that is asked to stop saves first
-            logger.warning("engines may yet use the ranks' devices: %s", error)
 
     def finish_evaluations(self) -> None:
         """Return when the last evaluation has ended or makes no progress; collective."""

@@ -148,7 +148,6 @@ def test_devices_in_turns_hold_the_larger_of_engine_and_rank_and_hosts_hold_both
     apart = asked("qwen2.5-7b", devices="8", max_tokens_per_gpu=8192)
     turns = with_train(apart, colocated=True, max_staleness=0)
     split = Split(8, 8)
-    assert (apart.devices_of(split), turns.devices_of(split)) == (16, 8)
     (rank, engine), (rank_too, engine_too) = (bills_of(each, split)[:2] for each in (apart, turns))
     graphs = bills.memory.GRAPHS_BYTES
     assert rank_too.bill.total == rank.bill.total + graphs
