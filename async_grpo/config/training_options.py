@@ -240,6 +240,9 @@ class MemoryOptions(Options):
     in memory on each rank"""
     gpus_per_rank: float = option(1.0, must=POSITIVE, change=Change.INCIDENTAL)
     """share of a device, and of its memory, that a rank takes: below 1 workers may use the rest"""
+    colocated: bool = option(False)
+    """ranks and generation workers have the same devices in turns: engines sleep while a batch is
+    trained, and the ranks' weights and moments wait in the host's memory while they sample"""
     peak_tflops: str = option("auto", change=Change.INCIDENTAL)
     """TFLOP/s that a rank's device could do, by which mfu is told; measure: by products as the run
     starts; auto: measured on a device, and no mfu on a CPU"""
@@ -265,6 +268,9 @@ class MemoryOptions(Options):
                 "must leave parameters where ZERO1 gathers them",
                 "give --offload optimizer, or --fsdp-sharding-strategy FULL_SHARD",
             )
+        if self.colocated and self.weight_transport != "object_store":
+            rule = "must be object_store with --colocated: NCCL needs a device for every process"
+            raise self.refusal("weight_transport", rule, "leave it out")
         if self.gpus_per_rank > 1:
             raise self.refusal(
                 "gpus_per_rank", "must be at most 1", "--nproc-per-node takes more devices"

@@ -181,6 +181,9 @@ class WorkerConfig(Options):
     """share of its devices' memory that a worker may take, weights and caches; 0: 0.92 of whole
     devices, --gpus-per-worker of a shared one"""
 
+    colocated: bool = option(False)
+    """(generation) engines that can sleep, while a trainer with --colocated has their devices"""
+
     start_timeout_s: float = option(1800.0, group="Keeping workers alive")
     """seconds a worker may take to load and register: a large model on a network disk takes long"""
     worker_lease_s: float = option(LEASE_S, must=POSITIVE)
@@ -253,6 +256,10 @@ class WorkerConfig(Options):
                 "gpus_per_worker",
                 f"must be 1 with --tensor-parallel-size {self.tensor_parallel_size}",
                 "Ray shares single devices only",
+            )
+        if self.colocated and self.mode != GENERATION:
+            raise self.refusal(
+                "colocated", f"is for --mode generation, got {self.mode}", "leave it out"
             )
         if self.gpu_memory_utilization > 1:
             raise self.refusal(

@@ -151,9 +151,10 @@ class Asked:
 
     @property
     def is_shared(self) -> bool:
-        """Whether several processes of the run share a device."""
+        """Whether several processes of the run share a device, at a time or in turns."""
         shares = [each.gpus_per_worker for each in self.workers if each.num_devices]
-        return not self.on_cpu and min(self.train.memory.gpus_per_rank, *shares) < 1
+        memory = self.train.memory
+        return not self.on_cpu and (memory.colocated or min(memory.gpus_per_rank, *shares) < 1)
 
     @property
     def other_devices(self) -> int:

@@ -22,6 +22,10 @@ PROCESS_BYTES = {
     "rank": 560 * MIB, "engine": 1530 * MIB, "scorer": 510 * MIB, "controller": 140 * MIB,
     "verifiers": 130 * MIB, "Ray": 860 * MIB,
 }  # fmt: skip
+# Lines of bills whose bytes --colocated moves to the host while others have the device.
+HELD = ("the frozen model", "master weights", "AdamW's moments", "the old policy",
+        "the first policy")  # fmt: skip
+PARKED, ASLEEP = "what waits while engines sample", "weights of a sleeping engine"
 VERIFIER_BYTES = 20 * MIB  # of a forked process that has graded
 SOURCE_OF_PROCESS = "measured on CPUs"
 
@@ -104,8 +108,12 @@ def rank_bill_of(asked: Asked, num_ranks: int) -> Bill:
     published = asked.published * asked.worker_bytes(asked.generation)
     buffers = min(BUCKET_BYTES, -(-published // num_ranks)) * BUCKETS
     context = CONTEXT_BYTES * (not asked.on_cpu)
+    in_turns = asked.train.memory.colocated and not asked.on_cpu
+    parked = sum(line.num_bytes for line in bill.lines if line.name in HELD and not line.on_host)
     return bill.plus(
         Line("CUDA's and NCCL's own", context, "assumed"),
+        Line("a sleeping engine's own", memory.GRAPHS_BYTES * in_turns, "assumed"),
+        Line(PARKED, parked * in_turns, "weights, moments", True),
         Line("buckets of weights", buffers, f"{BUCKETS} of e P / ranks, at most 256 MiB",
              not asked.on_cpu),
         _process("rank", on_host=not asked.on_cpu),
@@ -115,7 +123,17 @@ def rank_bill_of(asked: Asked, num_ranks: int) -> Bill:
 def engine_bill_of(asked: Asked, number: int) -> Bill:
     """The bill of each device of an engine of a worker's table."""
     bill = memory.engine_bill(asked.worker_models[number], engine_of(asked, number))
+    if asked.train.memory.colocated and number == asked.generation and not asked.on_cpu:
+        asleep = next(line.num_bytes for line in bill.lines if line.name == "weights")
+        bill = bill.plus(Line(ASLEEP, asleep, "e P / D", on_host=True))
     return _in_one_memory(asked, bill.plus(_process("engine", on_host=True)))
+
+
+def turn_bytes(asked: Asked, num_ranks: int) -> int:
+    """Bytes that move between a device and its host when the device changes hands."""
+    bills = rank_bill_of(asked, num_ranks), engine_bill_of(asked, asked.generation)
+    lines = (line for bill in bills for line in bill.lines)
+    return sum(line.num_bytes for line in lines if line.name in (PARKED, ASLEEP))
 
 
 def scorer_bill_of(asked: Asked, number: int) -> Bill:

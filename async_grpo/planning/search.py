@@ -61,6 +61,8 @@ def search(
         return known[key]
 
     own, asked_bound = asked.own_split, asked.train.sampling.max_staleness
+    if asked.train.memory.colocated:
+        bounds = tuple(bound for bound in bounds if bound <= 1)
     if asked.on_cpu or asked.is_shared:
         curve = tuple(at(own, bound) for bound in sorted({*bounds, asked_bound}))
         best = next(each for each in curve if each.max_staleness == asked_bound)

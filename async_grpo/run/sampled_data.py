@@ -73,6 +73,8 @@ class SampledData(Iterator[StreamItem]):
         self._collector: Collector | None = None
         self._collected: Collected | None = None  # the weights gathered last
         self._express = self._make_express()
+        # With --colocated: batches in the weights to announce, once the ranks leave the devices.
+        self._unannounced: int | None = None
 
     @property
     def is_stopped(self) -> bool:
@@ -82,6 +84,7 @@ class SampledData(Iterator[StreamItem]):
     def __next__(self) -> StreamItem:
         while True:
             stream = self._stream or self._open()
+            self._leave_devices()
             try:
                 item = next(stream)
             except RunLost as error:
@@ -89,9 +92,11 @@ class SampledData(Iterator[StreamItem]):
                 continue
             except StopIteration:  # all ranks leave, after the collectives of their threads
                 self._wait_collected()
+                self._take_devices()
                 raise
             finally:
                 self._main.report.stood_still("seconds_waiting", stream.take_seconds_waiting())
+            self._learner.unpark()  # the engines sleep, or the controller would send no item
             if isinstance(item, EndOfStep):
                 self._main.run.step_agreed(item)
             return item
@@ -134,13 +139,39 @@ class SampledData(Iterator[StreamItem]):
                 weights.send(self._main.client, tensors)
         self._main.report.published(num_batches, evaluates=evaluates)
         # The controller begins the evaluations of these weights.
-        weights.announce(self._main.client, num_batches)
+        if self._config.memory.colocated:  # the ranks may yet save and export
+            self._unannounced = num_batches
+        else:
+            weights.announce(self._main.client, num_batches)
         return time.monotonic() - started
 
     def finish(self) -> None:
         """Return when the last weights are served."""
         self._wait_collected()
+        self._leave_devices()
         self._main.weights.announcements.wait()
+
+    def _leave_devices(self) -> None:
+        """With --colocated, leave the devices to the engines, and announce weights; collective."""
+        if self._unannounced is None:
+            return
+        self._wait_collected()
+        self._park()
+        self._main.weights.announce(self._main.client, self._unannounced)
+        self._unannounced = None
+
+    def _park(self) -> None:
+        self._learner.park()
+        self._ranks.agree(0)  # all have parked
+
+    def _take_devices(self) -> None:
+        """Take the devices from engines that have them, whatever these do; collective."""
+        if self._learner.parked is None:
+            return
+        client = self._ranks.share(lambda: self._main.client)
+        rest = client.controller.rest
+        self._ranks.on_main(lambda: client.answer(deadlines.DEVICES_TAKEN_S, rest, client.run))
+        self._learner.unpark()
 
     def finish_evaluations(self) -> None:
         """Return when the last evaluation has ended or makes no progress; collective."""
@@ -204,7 +235,10 @@ class SampledData(Iterator[StreamItem]):
             self._gather(-1)  # before all versions of the run
             self._wait_collected()
         client = self._ranks.share(lambda: self._main.client)
+        if self._config.memory.colocated:
+            self._park()
         self._ranks.on_main(lambda: self._main.weights.prove(client, before))
+        self._take_devices()
 
     def _tensors(self) -> dict[str, Served]:
         """What workers are sent of the current policy; collective."""
@@ -252,6 +286,8 @@ class SampledData(Iterator[StreamItem]):
     def _recover(self, stream: RankStream, reason: str) -> None:
         """Recover the run, which all ranks have lost before the same item."""
         self._learner.discard()
+        if self._config.memory.colocated:  # the engines wake when the weights are announced again
+            self._park()
         self._ranks.on_main(lambda: self._main.recover(stream.client, reason))
         self._stream = None
 

@@ -355,3 +355,36 @@ def as_shard(held: Tensor, tensor: Tensor) -> Tensor:
         shape=tensor.shape,
         stride=tensor.stride(),
     )
+
+
+class Parked:
+    """Tensors in the host's memory, which free their device until they return.
+
+    Their storages are emptied in place, so that whoever holds the tensors (FSDP its shards, an
+    optimizer its moments) has them again without being told.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        """Take all `tensors`, which nobody may read meanwhile."""
+        storages = {s.data_ptr(): s for s in (each.untyped_storage() for each in tensors)}
+        self._held = [(s, self._copy(s)) for s in storages.values() if s.nbytes()]
+        for storage, _ in self._held:
+            storage.resize_(0)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def restore(self) -> None:
+        """Bring the tensors back, bit for bit."""
+        for storage, copied in self._held:
+            storage.resize_(copied.numel())
+            _bytes_of(storage).copy_(copied)
+
+    @staticmethod
+    def _copy(storage: torch.UntypedStorage) -> Tensor:
+        pinned = storage.device.type == "cuda"
+        copied = torch.empty(storage.nbytes(), dtype=torch.uint8, device="cpu", pin_memory=pinned)
+        return copied.copy_(_bytes_of(storage))
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -23,7 +23,7 @@ from async_grpo.model.loading import check_trainable, load_sharded
 from async_grpo.model.policy import PolicyModel, model_shape, size_of, training_flops
 from async_grpo.model.served import check_adapter
 from async_grpo.training.billing import USED, as_billed
-from async_grpo.training.fsdp import compute_dtype, reshard, shard
+from async_grpo.training.fsdp import Parked, compute_dtype, reshard, shard
 from async_grpo.training.meters import peak_tflops
 from async_grpo.training.ranks import Ranks
 from async_grpo.training.recorder import Recorder
@@ -53,6 +53,7 @@ class Learner:
             memory=config.memory, device=ranks.device,
         )  # fmt: skip
         self.recorder = Recorder(policy, self.step)
+        self.parked: Parked | None = None  # what others' use of the device has moved to the host
         self.settings: dict[str, object] = {}  # see `set`
         self._size = size_of(policy.model)
         self._peak = peak
@@ -150,6 +151,20 @@ class Learner:
             return
         self.settings = dict(settings)
         self.step.options = with_settings(self.config, settings).optimizer
+
+    def park(self) -> None:
+        """Move what is held between two steps from the device to the host; others may use it."""
+        if self.device.type != "cpu" and self.parked is None:
+            torch.cuda.synchronize(self.device)
+            reshard(self.policy)
+            on_device = (each for each in self.step.held if each.device == self.device)
+            self.parked = Parked(on_device)
+
+    def unpark(self) -> None:
+        """Undo `park`."""
+        if self.parked is not None:
+            self.parked.restore()
+            self.parked = None
 
     def discard(self) -> None:
         """Forget the minibatches of an unfinished step, which will all come again."""

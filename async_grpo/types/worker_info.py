@@ -35,6 +35,7 @@ class WorkerInfo:
     devices: tuple[str, ...] = ()  # identities of its NVIDIA devices; empty on a CPU
     max_lora_rank: int = 0  # of adapters that it serves; 0: it takes weights of the model
     max_loras: int = 0  # adapters that it serves at a time
+    sleeps: bool = False  # it can give its devices to the trainer now and then
     lease_s: float = LEASE_S  # it counts as lost when silent for so long
     startup: tuple[tuple[str, float], ...] = ()  # (phase, seconds) before it was ready
     rewards: Rewards | None = None  # of a verifier pool

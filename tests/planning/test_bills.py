@@ -142,3 +142,20 @@ def test_an_adapter_that_fits_is_offered_and_said():
     assert rank_bill_of(adapter, 1).total < run.fleet.kind.memory_bytes
     assert rank_bill_of(adapter.without_adapter(), 1) == rank_bill_of(run, 1)
     assert adapter.published == adapter.model.trained.touched_parameters < run.published
+
+
+def test_devices_in_turns_hold_the_larger_of_engine_and_rank_and_hosts_hold_both():
+    apart = asked("qwen2.5-7b", devices="8", max_tokens_per_gpu=8192)
+    turns = with_train(apart, colocated=True, max_staleness=0)
+    split = Split(8, 8)
+    (rank, engine), (rank_too, engine_too) = (bills_of(each, split)[:2] for each in (apart, turns))
+    graphs = bills.memory.GRAPHS_BYTES
+    assert rank_too.bill.total == rank.bill.total + graphs
+    assert engine_too.bill.total == engine.bill.total
+    room = apart.fleet.kind.memory_bytes
+    assert max(rank_too.bill.total, engine_too.bill.total) <= room
+    assert rank.bill.total + engine.bill.total > room
+    parameters = apart.model.num_parameters
+    assert rank_too.bill.on_host - rank.bill.on_host == pytest.approx(12 * parameters / 8, rel=1e-3)
+    assert engine_too.bill.on_host - engine.bill.on_host == 2 * parameters
+    check_fits(turns)

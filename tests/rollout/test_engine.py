@@ -7,6 +7,7 @@ import json
 import re
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from engine_stack import (
@@ -308,3 +309,33 @@ def test_what_has_changed_alone_brings_the_new_weights(stack):
     assert stack.error_of(completion, FIRST) > 100 * TOLERANCE
     stack.serve(FIRST)  # and whole ones are taken again
     assert stack.error_of(stack.generate(num_samples=1)[0], FIRST) <= TOLERANCE
+
+
+def test_a_sleeping_engine_holds_no_memory_and_serves_new_weights_when_it_wakes(stack):
+    """On a CPU its processes end, so that what was loaded is gone: only the folder's weights are.
+
+    Requests that run end with the tokens so far.
+    """
+    stack.serve(FIRST)
+
+    def engine_bytes():  # of other stacks of this process too
+        children = psutil.Process().children(recursive=True)
+        return sum(child.memory_info().rss for child in children)
+
+    async def scenario():
+        running = asyncio.create_task(
+            stack.engine.generate(make_request(max_tokens=500, prompt=LONG_PROMPT[:8], stop=()))
+        )
+        await until_all_have_tokens(stack.engine, 1)
+        await stack.engine.sleep()
+        cut = await running
+        return cut, engine_bytes(), stack.engine.is_dead, await stack.engine.wake()
+
+    awake = engine_bytes()
+    cut, asleep, is_dead, kept = stack.run(scenario())
+    assert {completion.finish_reason for completion in cut} == {"abort"}
+    assert awake - asleep > 400 << 20
+    assert not is_dead and not kept
+    stack.serve(SECOND)
+    for completion in stack.generate():
+        assert stack.error_of(completion, SECOND) <= TOLERANCE
