@@ -28,6 +28,7 @@ from async_grpo.util.errors import WeightSyncError
 
 CHUNK_SIZE = 1024  # tokens whose logits are in memory at a time
 TokenIds = NDArray[np.int32]
+FILLER = (np.zeros(1, np.int32), np.zeros(1, np.int32))  # of a rank without outputs
 
 
 class Scorer:

@@ -15,7 +15,7 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
 Scores = NDArray[np.float32]  # [L]
 Answer = tuple[Scores, Arrays]
 OWN_WEIGHTS = WeightsVersion(0, 0)  # a teacher's, which never change
-FILLER = (np.zeros(1, np.int32), np.zeros(1, np.int32))  # of a rank without outputs
 
 
 class _Wanted(NamedTuple):
@@ -135,6 +134,7 @@ class LogprobWorker:
             temperature=temperature,
             model_hash=model_hash,
             hidden_size=weight.shape[1],
+            num_ranks=num_ranks,
             item_size=weight.element_size(),
             dtype=str(weight.dtype).removeprefix("torch."),
             devices=device_ids(num_ranks) if on_device else (),
@@ -182,23 +182,25 @@ class LogprobWorker:
         arguments = [()] * self._ranks.num_ranks
         return None, (await asyncio.to_thread(self._ranks.run, _head, arguments))[0]
 
-    @cached_property
-    def _express(self) -> Any:
-        return add_on("express.teacher")(
-            self._scorer, device=self._scorer.device, max_tokens=self._max_tokens
-        )
+    async def join_express(self, meeting: object, first: int) -> None:
+        """Return when the group has met, in which this worker's ranks are members `first` on.
 
-    async def join_express(self, meeting: object, rank: int) -> None:
-        """Return when the group has met; raises `ExpressLost`."""
-        await asyncio.to_thread(self._express.join, meeting, rank=rank)
-
-    async def serve_express(self, work: Any) -> None:
-        """Return when all ranks have the logits of a round; raises `ExpressLost`.
-
-        Requests with a lease are served meanwhile.
+        Raises `ExpressLost`.
         """
-        await asyncio.to_thread(self._express.serve, work)
-        self._num_tokens += work.num_tokens
+        numbers = range(first, first + self._ranks.num_ranks)
+        arguments = [(self._max_tokens, meeting, number) for number in numbers]
+        await asyncio.to_thread(self._ranks.run, _join_express, arguments)
+
+    async def serve_express(self, *work: Any) -> None:
+        """Return when all members have the logits of a round; raises `ExpressLost`.
+
+        `work`: of each rank. Requests with a lease are served meanwhile, by a worker of one rank.
+        """
+        forwards = add_on("express.teacher").num_forwards
+        most = max(forwards(each, max_tokens=self._max_tokens) for each in work)
+        arguments = [(self._max_tokens, each, most) for each in work]
+        await asyncio.to_thread(self._ranks.run, _serve_express, arguments)
+        self._num_tokens += sum(each.num_tokens for each in work)
 
     async def _answers(self, request: LogprobRequest) -> list[Answer]:
         outputs = self._outputs(request)
@@ -337,6 +339,7 @@ def _answers_of(
     payload: Payload | None,
 ) -> list[Answer]:
     """A rank's task: the answers of its pairs (prompt ids, output ids) by one forward."""
+    from async_grpo.model.scorer import FILLER
     from async_grpo.rollout.teacher_payloads import teach
 
     asked = pairs or [FILLER]  # others gather this rank's shards
@@ -350,6 +353,7 @@ def _answers_of(
 
 def _head(scorer: Scorer) -> Arrays:
     """A rank's task: the whole head, which a forward over a sharded model gathers."""
+    from async_grpo.model.scorer import FILLER
     from async_grpo.rollout.teacher_payloads import to_array
 
     if scorer.is_sharded:
@@ -360,6 +364,21 @@ def _head(scorer: Scorer) -> Arrays:
     arrays = {n: to_array(t.clone()) for n, t in tensors.items() if t is not None}
     factor, softcap = head.rescaling
     return {**arrays, "rescaling": np.array([factor, softcap or 0.0])}
+
+
+@cache
+def _express(scorer: Scorer, max_tokens: int) -> Any:
+    return add_on("express.teacher")(scorer, device=scorer.device, max_tokens=max_tokens)
+
+
+def _join_express(scorer: Scorer, max_tokens: int, meeting: object, number: int) -> None:
+    """A rank's task: be this member of a group."""
+    _express(scorer, max_tokens).join(meeting, rank=number)
+
+
+def _serve_express(scorer: Scorer, max_tokens: int, work: Any, num_forwards: int) -> None:
+    """A rank's task: read its sequences, and send their logits; all ranks do as many forwards."""
+    _express(scorer, max_tokens).serve(work, num_forwards=num_forwards)
 
 
 def take_forward(line: list[_Output], *, max_tokens: int) -> list[_Output]:

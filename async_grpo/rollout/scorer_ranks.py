@@ -12,12 +12,12 @@ Each rank scores outputs of its own, so that nothing is computed twice.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import multiprocessing as mp
 import os
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
@@ -89,7 +89,10 @@ class ScorerRanks:
         """Return when every rank has its part of the model. Raises `AsyncGrpoError`."""
         self.num_ranks = seat.num_ranks
         self._pipes: list[Connection] = []
-        self._one_at_a_time = threading.Lock()
+        # Two tasks at a time would gather from each other; one rank alone gathers nothing.
+        self._one_at_a_time: AbstractContextManager[object] = (
+            threading.Lock() if self.num_ranks > 1 else nullcontext()
+        )
         port = 0
         if self.num_ranks > 1:
             self._store = dist.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
@@ -162,7 +165,7 @@ def _follow(seat: Seat, rank: int, port: int, pipe: Connection) -> None:
         pipe.send(error)
         threading.Event().wait()
     pipe.send(None)
-    with contextlib.suppress(EOFError):  # rank 0 has ended
+    with suppress(EOFError):  # rank 0 has ended
         while True:
             task, arguments = pipe.recv()
             pipe.send(_attempt(scorer, task, arguments))

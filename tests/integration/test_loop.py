@@ -1,4 +1,4 @@
-"""The whole loop as users start it: two vLLM workers, a logprob worker of two ranks, two trainers."""
+"""The whole loop as users start it: two engines, a logprob worker of two ranks, two trainers."""
 
 import hashlib
 import json

@@ -110,10 +110,10 @@ async def teachers(folder, num_ranks, vocab_size):
 async def timed(folder, num_ranks, vocab_size):
     """CPU seconds of each rank for the second of two like loads."""
     worker = LogprobWorker(
-        folder, worker_id="t", max_tokens=2048, num_ranks=num_ranks, role=teacher("math")
+        folder, worker_id="t", max_tokens=4096, num_ranks=num_ranks, role=teacher("math")
     )
     load = [
-        request(s, version=None, vocab_size=vocab_size, groups=4, samples=8, longest=128)
+        request(s, version=None, vocab_size=vocab_size, groups=24, samples=4, longest=256)
         for s in range(2)
     ]
     await worker.logprobs(load[0])
@@ -122,6 +122,37 @@ async def timed(folder, num_ranks, vocab_size):
     after = of_each(worker, cpu_seconds)
     spent = [late - early for late, early in zip(after, before, strict=True)]
     return {"scores": [scores], "cpu_s": spent, "bytes": of_each(worker, held_bytes)}
+
+
+async def express(folder, num_ranks, vocab_size):
+    """The logits that one trainer rank gets of several sequences, and of one."""
+    from async_grpo.algorithms.express import ExpressGroup, keep_in, open_meeting
+    from async_grpo.algorithms.express_plan import Reading, plan_round
+
+    worker = LogprobWorker(
+        folder, worker_id="t", max_tokens=60, num_ranks=num_ranks, role=teacher("math")
+    )
+    meeting, _store = open_meeting("127.0.0.1", num_members=num_ranks + 1, dtype=torch.float32)
+    joined = asyncio.create_task(worker.join_express(meeting, 0))
+    cpu = torch.device("cpu")
+    group = await asyncio.to_thread(ExpressGroup, meeting, rank=num_ranks, device=cpu)
+    await joined
+    received = []
+    for number in (9, 1):
+        asked = request(number, version=None, vocab_size=vocab_size, groups=number, samples=1)
+        readings = [
+            Reading((index, 0, 0, 0), prompt, output, np.arange(len(output)))
+            for index, (prompt, output) in enumerate(
+                zip(asked.prompt_token_ids, asked.output_token_ids, strict=True)
+            )
+        ]
+        work = plan_round([readings], teachers=(num_ranks, 1), width=vocab_size)
+        cells = torch.full((sum(len(each.output) for each in readings), vocab_size), torch.nan)
+        served = asyncio.create_task(worker.serve_express(*work))
+        await asyncio.to_thread(group.exchange, work[0].sends(4), give=None, take=keep_in(cells))
+        await served
+        received.append([cells.numpy()])
+    return {"scores": received, "num_tokens": (await worker.ping()).num_tokens}
 
 
 async def killed(folder, num_ranks, vocab_size):

@@ -88,6 +88,16 @@ def test_a_sharded_teacher_sends_the_payloads_and_the_head_that_a_whole_one_does
 
 @pytest.mark.integration
 @pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_by_express_each_rank_of_a_teacher_reads_sequences_of_its_own(num_ranks, folder, tmp_path):
+    found = scored("express", folder, num_ranks, tmp_path / "out")
+    expected = asyncio.run(scored_by_ranks.express(folder, 1, VOCAB_SIZE))
+    assert largest_difference(found["scores"], expected["scores"]) < TOLERANCE
+    assert found["num_tokens"] == expected["num_tokens"]  # each is read once
+
+
+@pytest.mark.integration
+@pytest.mark.slow
 def test_no_work_is_done_twice(tmp_path):
     torch.manual_seed(0)
     config = Qwen3Config(
@@ -113,7 +123,12 @@ def test_a_worker_ends_with_any_of_its_ranks(folder, tmp_path):
     assert "a rank of this scorer has ended: the worker ends, to be started again" in ended.stderr
     pids = list(map(int, ended.stdout.split()))
     assert len(pids) == 2
-    assert not any(map(psutil.pid_exists, pids))
+    assert not any(map(runs, pids))
+
+
+def runs(pid):
+    """Whether a process is there, and no zombie."""
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
 @given(
