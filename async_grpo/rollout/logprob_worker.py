@@ -15,8 +15,7 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import ray
@@ -39,9 +38,6 @@ from async_grpo.util import deadlines
 from async_grpo.util.add_ons import add_on
 from async_grpo.util.errors import StaleAnswerError, WeightSyncError, WorkerError
 from async_grpo.util.imports import without_collection
-
-if TYPE_CHECKING:
-    from async_grpo.model.scorer import Scorer, TokenIds
 
 Scores = NDArray[np.float32]  # [L]
 Answer = tuple[Scores, Arrays]
@@ -179,27 +175,33 @@ class LogprobWorker:
 
     async def head(self, request: HeadRequest) -> tuple[None, Arrays]:
         """The second return value: the head that makes logits of this teacher's hidden states."""
+        from async_grpo.rollout.scorer_ranks import head
+
         arguments = [()] * self._ranks.num_ranks
-        return None, (await asyncio.to_thread(self._ranks.run, _head, arguments))[0]
+        return None, (await asyncio.to_thread(self._ranks.run, head, arguments))[0]
 
     async def join_express(self, meeting: object, first: int) -> None:
         """Return when the group has met, in which this worker's ranks are members `first` on.
 
         Raises `ExpressLost`.
         """
+        from async_grpo.rollout.scorer_ranks import join_express
+
         numbers = range(first, first + self._ranks.num_ranks)
         arguments = [(self._max_tokens, meeting, number) for number in numbers]
-        await asyncio.to_thread(self._ranks.run, _join_express, arguments)
+        await asyncio.to_thread(self._ranks.run, join_express, arguments)
 
     async def serve_express(self, *work: Any) -> None:
         """Return when all members have the logits of a round; raises `ExpressLost`.
 
         `work`: of each rank. Requests with a lease are served meanwhile, by a worker of one rank.
         """
+        from async_grpo.rollout.scorer_ranks import serve_express
+
         forwards = add_on("express.teacher").num_forwards
         most = max(forwards(each, max_tokens=self._max_tokens) for each in work)
         arguments = [(self._max_tokens, each, most) for each in work]
-        await asyncio.to_thread(self._ranks.run, _serve_express, arguments)
+        await asyncio.to_thread(self._ranks.run, serve_express, arguments)
         self._num_tokens += sum(each.num_tokens for each in work)
 
     async def _answers(self, request: LogprobRequest) -> list[Answer]:
@@ -293,6 +295,8 @@ class LogprobWorker:
 
         Compares the versions here, since weights may change while outputs wait.
         """
+        from async_grpo.rollout.scorer_ranks import score
+
         wanted = next(share[0].wanted for share in shares if share)
         if wanted.version != self._version:
             raise StaleAnswerError(
@@ -300,7 +304,7 @@ class LogprobWorker:
             )
         setting = wanted.temperature, wanted.width, wanted.payload
         arguments = [([(o.prompt, o.token_ids) for o in share], *setting) for share in shares]
-        return [answer for part in self._ranks.run(_answers_of, arguments) for answer in part]
+        return [answer for part in self._ranks.run(score, arguments) for answer in part]
 
     def _outputs(self, request: LogprobRequest) -> list[_Output]:
         """The outputs of a request; raises `WorkerError` if this worker cannot serve it."""
@@ -329,56 +333,6 @@ class LogprobWorker:
         wanted = _Wanted(version, request.temperature, request.payload, vocab_size)
         new_future = asyncio.get_running_loop().create_future
         return [_Output(prompt, token_ids, wanted, new_future()) for prompt, token_ids in rows]
-
-
-def _answers_of(
-    scorer: Scorer,
-    pairs: Sequence[tuple[TokenIds, TokenIds]],
-    temperature: float,
-    width: int,
-    payload: Payload | None,
-) -> list[Answer]:
-    """A rank's task: the answers of its pairs (prompt ids, output ids) by one forward."""
-    from async_grpo.model.scorer import FILLER
-    from async_grpo.rollout.teacher_payloads import teach
-
-    asked = pairs or [FILLER]  # others gather this rank's shards
-    if payload is not None:
-        answers = teach(scorer, asked, temperature=temperature, payload=payload, width=width)
-    else:
-        scored = scorer.score(asked, temperature=temperature, width=width)
-        answers = [(scores, {}) for scores in scored]
-    return answers[: len(pairs)]
-
-
-def _head(scorer: Scorer) -> Arrays:
-    """A rank's task: the whole head, which a forward over a sharded model gathers."""
-    from async_grpo.model.scorer import FILLER
-    from async_grpo.rollout.teacher_payloads import to_array
-
-    if scorer.is_sharded:
-        scorer.score([FILLER], temperature=1.0)
-    head = scorer.head
-    tensors = {"weight": head.weight, "bias": head.bias}
-    # Copies: FSDP2 frees what it has gathered.
-    arrays = {n: to_array(t.clone()) for n, t in tensors.items() if t is not None}
-    factor, softcap = head.rescaling
-    return {**arrays, "rescaling": np.array([factor, softcap or 0.0])}
-
-
-@cache
-def _express(scorer: Scorer, max_tokens: int) -> Any:
-    return add_on("express.teacher")(scorer, device=scorer.device, max_tokens=max_tokens)
-
-
-def _join_express(scorer: Scorer, max_tokens: int, meeting: object, number: int) -> None:
-    """A rank's task: be this member of a group."""
-    _express(scorer, max_tokens).join(meeting, rank=number)
-
-
-def _serve_express(scorer: Scorer, max_tokens: int, work: Any, num_forwards: int) -> None:
-    """A rank's task: read its sequences, and send their logits; all ranks do as many forwards."""
-    _express(scorer, max_tokens).serve(work, num_forwards=num_forwards)
 
 
 def take_forward(line: list[_Output], *, max_tokens: int) -> list[_Output]:

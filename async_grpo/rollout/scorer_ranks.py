@@ -19,17 +19,21 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
+from functools import cache
 from multiprocessing.connection import Connection, wait
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from async_grpo.model.scorer import Scorer
-from async_grpo.types import TensorMeta
+from async_grpo.model.scorer import FILLER, Scorer, TokenIds
+from async_grpo.rollout.teacher_payloads import teach, to_array
+from async_grpo.types import Arrays, Payload, TensorMeta
 from async_grpo.util import deadlines
+from async_grpo.util.add_ons import add_on
 from async_grpo.util.errors import AsyncGrpoError, ConfigError
 from async_grpo.weight_sync.buckets import view_tensor
 
@@ -37,8 +41,7 @@ logger = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
 ENDED = "a rank of this scorer has ended"
 T = TypeVar("T")
-P = ParamSpec("P")
-Task = Callable[Concatenate[Scorer, P], T]  # a function of a module: it travels by its name
+Task = Callable[..., T]  # of a scorer and arguments; a function of a module travels by name
 
 
 class Seat(NamedTuple):
@@ -113,7 +116,7 @@ class ScorerRanks:
             sentinels.append(process.sentinel)
         return sentinels
 
-    def run(self, task: Task[P, T], arguments: Sequence[Sequence[Any]]) -> list[T]:
+    def run(self, task: Task[T], arguments: Sequence[Sequence[Any]]) -> list[T]:
         """The result of `task(scorer, *arguments[r])` of each rank r.
 
         Raises what a task raises of this package's errors: all ranks must raise it alike, before
@@ -145,7 +148,51 @@ def load(scorer: Scorer, path: str, tensors: Sequence[TensorMeta], rest_of_folde
     scorer.load(views, rest_of_folder=rest_of_folder)
 
 
-def _attempt(scorer: Scorer, task: Task[P, T], arguments: Sequence[Any]) -> T | AsyncGrpoError:
+def score(
+    scorer: Scorer,
+    pairs: Sequence[tuple[TokenIds, TokenIds]],
+    temperature: float,
+    width: int,
+    payload: Payload | None,
+) -> list[tuple[NDArray[np.float32], Arrays]]:
+    """A task: the answers of its pairs (prompt ids, output ids) by one forward."""
+    asked = pairs or [FILLER]  # others gather this rank's shards
+    if payload is not None:
+        answers = teach(scorer, asked, temperature=temperature, payload=payload, width=width)
+    else:
+        scored = scorer.score(asked, temperature=temperature, width=width)
+        answers = [(scores, {}) for scores in scored]
+    return answers[: len(pairs)]
+
+
+def head(scorer: Scorer) -> Arrays:
+    """A task: the whole head, which a forward over a sharded model gathers."""
+    if scorer.is_sharded:
+        scorer.score([FILLER], temperature=1.0)
+    whole = scorer.head
+    tensors = {"weight": whole.weight, "bias": whole.bias}
+    # Copies: FSDP2 frees what it has gathered.
+    arrays = {n: to_array(t.to("cpu", copy=True)) for n, t in tensors.items() if t is not None}
+    factor, softcap = whole.rescaling
+    return {**arrays, "rescaling": np.array([factor, softcap or 0.0])}
+
+
+@cache
+def _express(scorer: Scorer, max_tokens: int) -> Any:
+    return add_on("express.teacher")(scorer, device=scorer.device, max_tokens=max_tokens)
+
+
+def join_express(scorer: Scorer, max_tokens: int, meeting: object, number: int) -> None:
+    """A task: be this member of a group."""
+    _express(scorer, max_tokens).join(meeting, rank=number)
+
+
+def serve_express(scorer: Scorer, max_tokens: int, work: Any, num_forwards: int) -> None:
+    """A task: read its sequences, and send their logits; all ranks do as many forwards."""
+    _express(scorer, max_tokens).serve(work, num_forwards=num_forwards)
+
+
+def _attempt(scorer: Scorer, task: Task[T], arguments: Sequence[Any]) -> T | AsyncGrpoError:
     try:
         return task(scorer, *arguments)
     except AsyncGrpoError as error:
