@@ -93,20 +93,17 @@ class LogprobWorker:
         memory_share: float = 0.0,
         lease_s: float = deadlines.LEASE_S,
     ) -> None:
-        """`num_ranks`: processes that share the model, with `max_tokens` in a forward of each.
-
-        `on_device`: Ray has given it one for each; `memory_share`: of its memory, 0: all.
-        """
+        """`on_device`: Ray has given each rank one; `memory_share`: of its memory, 0: all."""
         # Not at the top: dispatchers import this file, and these imports take seconds.
         began = time.monotonic()
         with without_collection():
             from async_grpo.devices.current import device_ids
             from async_grpo.model.model_folder import hash_model
-            from async_grpo.rollout.scorer_ranks import ScorerRanks, Seat
+            from async_grpo.rollout.scorer_ranks import RankOptions, ScorerRanks
 
         imported = time.monotonic()
-        seat = Seat(worker_id, model_path, dtype, num_ranks, on_device, memory_share)
-        self._ranks = ScorerRanks(seat)
+        options = RankOptions(worker_id, model_path, dtype, num_ranks, on_device, memory_share)
+        self._ranks = ScorerRanks(options)
         self._scorer = self._ranks.scorer
         ready = time.monotonic()
         startup = [("importing", imported - began), ("loading the model", ready - imported)]
@@ -125,7 +122,6 @@ class LogprobWorker:
             vocab_size=facts.vocab_size,
             tokenizer_hash=facts.tokenizer_hash,
             capacity=float(num_ranks * max_tokens),
-            overhead=0.0,
             max_model_len=min(max_tokens, facts.max_positions),
             temperature=temperature,
             model_hash=model_hash,

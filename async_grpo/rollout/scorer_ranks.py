@@ -44,7 +44,7 @@ T = TypeVar("T")
 Task = Callable[..., T]  # of a scorer and arguments; a function of a module travels by name
 
 
-class Seat(NamedTuple):
+class RankOptions(NamedTuple):
     """What all ranks of a worker are made with."""
 
     worker_id: str
@@ -88,9 +88,9 @@ class Seat(NamedTuple):
 class ScorerRanks:
     """The ranks of one worker; with one rank there is no other process, and no group."""
 
-    def __init__(self, seat: Seat) -> None:
+    def __init__(self, options: RankOptions) -> None:
         """Return when every rank has its part of the model. Raises `AsyncGrpoError`."""
-        self.num_ranks = seat.num_ranks
+        self.num_ranks = options.num_ranks
         self._pipes: list[Connection] = []
         # Two tasks at a time would gather from each other; one rank alone gathers nothing.
         self._one_at_a_time: AbstractContextManager[object] = (
@@ -100,23 +100,23 @@ class ScorerRanks:
         if self.num_ranks > 1:
             self._store = dist.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
             port = self._store.port
-            _watch(self._start(seat, port), ENDED)
-        self.scorer = seat.scorer(0, port)
+            _watch(self._start(options, port), ENDED)
+        self.scorer = options.scorer(0, port)
         self._results(None)
 
-    def _start(self, seat: Seat, port: int) -> list[int]:
+    def _start(self, options: RankOptions, port: int) -> list[int]:
         spawn = mp.get_context("spawn")  # no fork of a process that has threads, or a device
         sentinels = []
-        for rank in range(1, seat.num_ranks):
+        for rank in range(1, options.num_ranks):
             here, there = spawn.Pipe()
-            process = spawn.Process(target=_follow, args=(seat, rank, port, there), daemon=True)
+            process = spawn.Process(target=_follow, args=(options, rank, port, there), daemon=True)
             process.start()
             there.close()
             self._pipes.append(here)
             sentinels.append(process.sentinel)
         return sentinels
 
-    def run(self, task: Task[T], arguments: Sequence[Sequence[Any]]) -> list[T]:
+    def run(self, task: Task[T], arguments: Sequence[Sequence[object]]) -> list[T]:
         """The result of `task(scorer, *arguments[r])` of each rank r.
 
         Raises what a task raises of this package's errors: all ranks must raise it alike, before
@@ -134,10 +134,12 @@ class ScorerRanks:
                     _end(ENDED if is_end else f"rank 0 failed: {type(error).__name__}: {error}")
                 raise
 
-    def _results(self, own: Any) -> list[Any]:
-        results = [own, *(pipe.recv() for pipe in self._pipes)]
-        if failed := [each for each in results if isinstance(each, AsyncGrpoError)]:
-            raise failed[0]
+    def _results(self, own: T | AsyncGrpoError) -> list[T]:
+        results = list[T]()
+        for each in [own, *(pipe.recv() for pipe in self._pipes)]:
+            if isinstance(each, AsyncGrpoError):
+                raise each
+            results.append(each)
         return results
 
 
@@ -187,12 +189,12 @@ def join_express(scorer: Scorer, max_tokens: int, meeting: object, number: int) 
     _express(scorer, max_tokens).join(meeting, rank=number)
 
 
-def serve_express(scorer: Scorer, max_tokens: int, work: Any, num_forwards: int) -> None:
+def serve_express(scorer: Scorer, max_tokens: int, work: object, num_forwards: int) -> None:
     """A task: read its sequences, and send their logits; all ranks do as many forwards."""
     _express(scorer, max_tokens).serve(work, num_forwards=num_forwards)
 
 
-def _attempt(scorer: Scorer, task: Task[T], arguments: Sequence[Any]) -> T | AsyncGrpoError:
+def _attempt(scorer: Scorer, task: Task[T], arguments: Sequence[object]) -> T | AsyncGrpoError:
     try:
         return task(scorer, *arguments)
     except AsyncGrpoError as error:
@@ -201,13 +203,13 @@ def _attempt(scorer: Scorer, task: Task[T], arguments: Sequence[Any]) -> T | Asy
         scorer.release()
 
 
-def _follow(seat: Seat, rank: int, port: int, pipe: Connection) -> None:
+def _follow(options: RankOptions, rank: int, port: int, pipe: Connection) -> None:
     """The process of a rank above 0: do every task that rank 0 sends, until that ends."""
     parent = mp.parent_process()
     assert parent is not None
     _watch([parent.sentinel], "")
     try:
-        scorer = seat.scorer(rank, port)
+        scorer = options.scorer(rank, port)
     except AsyncGrpoError as error:  # rank 0 raises it, and ends this process
         pipe.send(error)
         threading.Event().wait()
