@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from commands import Command, trainer, wait_until
 from faults.books import Work, audit
-from loops import num_registered, read_lines
+from loops import read_lines
 from private_cluster import environment, is_running, sessions_of
 from tiny_models import make_model
 
@@ -178,22 +178,6 @@ def test_a_run_outlives_a_rank_of_its_teacher(house, models, tmp_path):
 
 def _is_rank(pid):
     return b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
-
-
-@slow
-@pytest.mark.parametrize("num_workers", [1, 2])
-def test_ranks_of_sharded_teachers_send_logits_by_express(num_workers, house, models, tmp_path):
-    several = ("--scorer-ranks", 2, "--num-workers", num_workers)
-    with house.teacher(models[0], *several) as command:
-        wait_until(lambda: num_registered(command) == num_workers, timeout_s=READY_S)
-        mesh = ("--teacher-payload", "logits", "--express", f"{num_workers}x2")
-        with house.train(tmp_path, *mesh, ranks=2) as run:
-            assert run.wait(timeout_s=READY_S) == 0, run.err[-4000:]
-        command.send(signal.SIGTERM)
-        command.wait(timeout_s=READY_S)
-    assert "object store" not in run.err
-    assert_whole(tmp_path)
-    assert sum(row["lost_payloads"] for row in rows_of(tmp_path)) == 0
 
 
 def test_lost_payloads_are_made_again_and_another_model_is_no_teacher_of_the_name(
