@@ -88,7 +88,7 @@ class WorkerHandle(Protocol):
     teach: Method[[LogprobRequest], tuple[object, ...]]  # of teachers, as the next three
     head: Method[[HeadRequest], tuple[object, ...]]
     join_express: Method[[object, int], None]
-    serve_express: Method[[object], None]
+    serve_express: Method[..., None]
     play: Method[[EpisodesRequest], PlayedGroup]  # of environments
     # Of judges, and of services of the user's own.
     answer: Method[[JudgeRequest | ServiceRequest], JudgeAnswer | bytes]

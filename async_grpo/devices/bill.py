@@ -362,17 +362,23 @@ class Scoring:
     num_tokens: int = 16384  # of one packed forward
     chunk_tokens: int = 1024
     is_updated: bool = False  # the policy's weights replace the worker's now and then
+    ranks: int = 1  # that share the model, each with a forward of its own
 
 
 def scorer_bill(model: ModelShape, scoring: Scoring) -> Bill:
-    """The bill of one scoring worker, which computes forward passes alone."""
+    """The bill of each rank of a scoring worker, which computes forward passes alone.
+
+    Of a sharded model a rank also holds what FSDP2 has gathered: two layers, embedding and head.
+    """
     size, tokens = scoring.bytes_of_number, scoring.num_tokens
     widest = max(3 * model.intermediate, 3 * model.query_width + 2 * model.key_width)
     chunk = min(scoring.chunk_tokens, tokens) * model.vocab_size
-    new = model.num_parameters * size * scoring.is_updated
+    parts, whole = scoring.ranks, 2 * model.layer_parameters + model.root_parameters
+    new = ceil(model.num_parameters * size * scoring.is_updated / parts)  # one copy serves all
     return Bill().plus(
-        Line("weights", model.num_parameters * size, "e P"),
+        Line("weights", ceil(model.num_parameters * size / parts), f"e P / {parts} ranks"),
+        Line("gathered weights", size * whole * (parts > 1), "e (two layers, and the root)"),
         Line("activations", tokens * (size * widest + 12 * model.hidden), "T (3 e I + 12 H)"),
         Line("logits", 2 * FLOAT32 * chunk, "8 C V"),
-        Line("new weights", new, "e P during an update", on_host=True),
+        Line("new weights", new, f"e P / {parts} ranks during an update", on_host=True),
     )

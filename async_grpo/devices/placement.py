@@ -196,5 +196,6 @@ def _refusal(nodes: Sequence[int], ranks: Demand, workers: Sequence[Demand]) -> 
     needs = [f"{each.count} {each.who}(s) of {each.devices}" for each in workers if each.count]
     return ConfigError(
         f"{_words_of(nodes)} cannot hold {' and '.join((f'a {ranks.who}', *needs))}: lower "
-        "--num-workers or --tensor-parallel-size, or share devices with --gpus-per-worker"
+        "--num-workers, --tensor-parallel-size or --scorer-ranks, or share devices with "
+        "--gpus-per-worker"
     )

@@ -59,7 +59,10 @@ def _worker_bill(asked: Asked, number: int, count: int) -> RoleBill:
     config = asked.workers[number]
     make = scorer_bill_of if config.mode in (LOGPROB, TEACHER) else engine_bill_of
     room = asked.room(config.memory_share or 1)
-    return RoleBill(f"{config.role} worker", count, make(asked, number), room)
+    role = f"{config.role} worker"
+    if config.scorer_ranks > 1:
+        role, count = f"rank of a {role}", count * config.scorer_ranks
+    return RoleBill(role, count, make(asked, number), room)
 
 
 def training_of(asked: Asked, num_ranks: int) -> memory.Training:
@@ -137,11 +140,12 @@ def turn_bytes(asked: Asked, num_ranks: int) -> int:
 
 
 def scorer_bill_of(asked: Asked, number: int) -> Bill:
-    """The bill of each reference or teacher worker of a table."""
+    """The bill of each rank of a table's reference or teacher workers."""
     config = asked.workers[number]
     scoring = memory.Scoring(
         bytes_of_number=asked.worker_bytes(number),
         num_tokens=config.max_tokens_per_gpu,
+        ranks=config.scorer_ranks,
         is_updated=config.mode == LOGPROB
         and asked.train.sampling.num_batches_per_ref_model_update
         < asked.train.batching.num_training_batches,
@@ -319,14 +323,17 @@ def _check_scorer(asked: Asked, number: int) -> None:
     if total <= room:
         return
 
-    def fits(tokens: int) -> bool:
-        changed = asked.with_worker(number, max_tokens_per_gpu=tokens)
+    def fits(**options: int) -> bool:
+        changed = asked.with_worker(number, **options)
         return scorer_bill_of(changed, number).total <= room
 
-    lower = next((n for n in _halves(config.max_tokens_per_gpu) if n >= 256 and fits(n)), 0)
-    remedy = (
-        f"lower it to {lower}" if lower else "take a device with more memory, or a smaller model"
-    )
+    fewer = [n for n in _halves(config.max_tokens_per_gpu) if n >= 256]
+    lower = next((n for n in fewer if fits(max_tokens_per_gpu=n)), 0)
+    enough = (n for n in (2, 4, 8, 16) if config.scorer_ranks < n <= asked.fleet.of_a_node)
+    more = next((n for n in enough if share == 1 and fits(scorer_ranks=n)), 0)
+    found = [f"lower it to {lower}"] if lower else []
+    found += [f"shard it over --scorer-ranks {more}"] if more else []
+    remedy = ", or ".join(found) or "take a device with more memory, or a smaller model"
     raise ConfigError(
         f"--max-tokens-per-gpu {config.max_tokens_per_gpu} of the {config.role} worker does not "
         f"fit: it needs {total / GIB:.1f} GiB and {_has(asked, share)}, "

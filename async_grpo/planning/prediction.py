@@ -133,10 +133,12 @@ def scenario_of(work: Work, split: Split, *, max_staleness: int) -> tuple[Scenar
     scorers = [
         Scorers(
             rates=replace(scorer, cost_per_second=scorer.cost_per_second
+                          * asked.workers[number].scorer_ranks
                           * multiplied(asked.model) / multiplied(asked.worker_models[number])),
             num_workers=max(1, round(count / part)),
             role=asked.workers[number].role,
-            max_tokens=asked.workers[number].max_tokens_per_gpu,
+            max_tokens=asked.workers[number].scorer_ranks
+            * asked.workers[number].max_tokens_per_gpu,
         )
         for number, count in zip(asked.scorers, split.scorers, strict=True)
     ]  # fmt: skip

@@ -30,6 +30,7 @@ class WorkerInfo:
     temperature: float | None = None  # None: that of each request
     model_hash: str = ""  # of a teacher's model or a service's file, which never change
     hidden_size: int = 0  # of a teacher's model
+    num_ranks: int = 1  # that share its model, and are members of express groups
     item_size: int = 0  # bytes of one of a teacher's weights
     dtype: str = ""  # of weights that follow the policy; empty: it has none
     devices: tuple[str, ...] = ()  # identities of its NVIDIA devices; empty on a CPU

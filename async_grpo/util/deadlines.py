@@ -72,7 +72,8 @@ LATE_LOADS_S = 30.0  # of workers that still load when others serve the new weig
 FIRST_LOAD_S = 600.0  # of a worker that registers
 PUBLISH_SLACK_S = 30.0  # after its deadline a publication is reported to the caller
 
-# Teachers.
+# References and teachers.
+SCORER_RANKS_S = 600.0  # of ranks that share a model: their start, and the longest forward of one
 PAYLOADS_FETCHED_S = 120.0  # by a rank, out of other machines' object stores
 
 # Verifiers.

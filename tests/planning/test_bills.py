@@ -96,6 +96,18 @@ def test_a_scoring_worker_that_is_too_large_names_its_tokens():
     assert "lower it to 262144" in said
 
 
+def test_a_reference_larger_than_a_device_is_sharded():
+    run = asked("qwen2.5-72b", devices="64", tensor_parallel=4, kl=0.1)
+    assert refusal(run).endswith("GiB too much: shard it over --scorer-ranks 4")
+    sharded = run.with_worker(1, scorer_ranks=4)
+    check_fits(sharded)
+    split = Split(4, 16, (2,))
+    assert sharded.devices_of(split) - run.devices_of(split) == 2 * 3
+    [bill] = [each for each in bills_of(sharded, split) if "reference" in each.role]
+    assert (bill.role, bill.count) == ("rank of a reference worker", 8)
+    assert bill.bill.total <= bill.room
+
+
 def test_a_machine_without_the_memory_is_refused():
     run = replace(asked("smollm2-135m", devices=""), host_bytes=GIB)
     assert refusal(run).startswith("this machine has 1.0 GiB and the run needs about ")

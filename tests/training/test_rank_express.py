@@ -20,7 +20,7 @@ from async_grpo.util.errors import ExpressLost, WorkerError
 CPU = torch.device("cpu")
 TEMPERATURE = 0.7
 WIDTH = 121  # of the policy's vocabulary; the teacher's is padded
-INFO = SimpleNamespace(item_size=4, vocab_size=128)
+INFO = SimpleNamespace(item_size=4, vocab_size=128, num_ranks=1)
 
 
 class ThreadRanks:
@@ -187,4 +187,4 @@ def test_with_too_few_teachers_there_is_no_group(folder, pool, caplog):
     ranks = ThreadRanks(1)
     end = express(ranks, [Handle(pool, Scorer(folder, device=CPU))])
     assert on_each(pool, ranks, lambda _: end.fill(minibatch(0, 1))) == [None]
-    assert "express needs 2 teachers, 1 are here" in caplog.text
+    assert "express needs 2 teacher ranks, 1 are here" in caplog.text
