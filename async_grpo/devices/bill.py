@@ -254,7 +254,6 @@ class Engine:
     may_take: int = 0  # bytes of each device that vLLM may use; 0: the engine is on CPUs
     received: int = 0  # numbers of a version of the weights; 0: all of the model's
     adapters: int = 0  # numbers of all adapters that it has room for
-    keeps_staged: bool = False  # the last weights stay staged, for updates by --weight-delta
 
     @property
     def on_cpu(self) -> bool:
@@ -265,14 +264,13 @@ def engine_bill(model: ModelShape, engine: Engine) -> Bill:
     """The bill of one device of an engine, with the host memory of its worker."""
     given = "given" if engine.cache_bytes else "what is left"
     token = ceil(cached_token_bytes(model, engine.bytes_of_number) / engine.devices)
-    staged = "kept for --weight-delta" if engine.keeps_staged else "during an update"
     held = OUTPUT_BYTES * engine.num_seqs * engine.longest
     return Bill().plus(
         *_beside_cache(model, engine),
         Line("keys and values", cache_bytes(model, engine), f"{given}, 2 L K e / D = {token} B"
              " a token"),
         Line("staged weights", (engine.received or model.num_parameters) * engine.bytes_of_number,
-             f"e P, {staged}", on_host=True),
+             "e P", on_host=True),
         Line("outputs held", held, f"{OUTPUT_BYTES} a token of N sequences", on_host=True),
     )  # fmt: skip
 

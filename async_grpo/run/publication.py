@@ -77,10 +77,7 @@ class Publication:
         self._collected: tuple[Collected, dict[str, Any]] | None = None  # since `_newest`
 
     def collected(self, newest: Collected, **facts: Any) -> None:
-        """Take the newest weights, to be announced, and fields of their snapshot.
-
-        Of these `canary` has the trainer's scores of it.
-        """
+        """Take the newest weights, to be announced, and fields of their snapshot."""
         self._collected = newest, facts
 
     def prove(self, client: RunClient, before: tuple[CanaryRow, ...]) -> None:
@@ -105,15 +102,14 @@ class Publication:
             )
         logger.info("a probe shows that adapters arrive in %d workers", len(report.acks))
 
-    def send(self, client: RunClient, tensors: NamedTensors) -> None:
-        """Send the newest weights over devices, before their announcement; collective."""
-        assert self._collected is not None and self._sender is not None, "as configured"
-        self._sender.send(
-            client,
-            self._whole(*self._collected),
-            tensors,
-            timeout_s=deadlines.WEIGHTS_APPLIED_S / 2,  # the other half is for the object store
-        )
+    def send(self, client: RunClient, outline: WeightsSnapshot, tensors: NamedTensors) -> None:
+        """Send weights over devices, before they are stored and announced; collective.
+
+        `outline`: their snapshot, without buckets.
+        """
+        assert self._sender is not None, "as configured"
+        timeout_s = deadlines.WEIGHTS_APPLIED_S / 2  # the other half is for the object store
+        self._sender.send(client, outline, tensors, timeout_s=timeout_s)
 
     def announce(self, client: RunClient, num_batches: int) -> None:
         """Announce the newest weights as those after `num_batches` batches, in a thread."""
@@ -165,7 +161,7 @@ class OthersPublication(Absent):
     published_as: tuple[int, torch.dtype, bool, torch.dtype]  # unset: rank 0 shares its value
     announcements = Absent()
 
-    def send(self, client: RunClient, tensors: NamedTensors) -> None:
+    def send(self, client: RunClient, outline: WeightsSnapshot, tensors: NamedTensors) -> None:
         for _ in tensors:
             pass
 
