@@ -102,6 +102,7 @@ class Learner:
             scores=self.algorithm.score_columns,
             scores_of_given=self.algorithm.scores_of_given,
             share_prompts=self.policy.shares_prompts,
+            dense=minibatch.dense,
         )
         if self.config.sampling.routing_replay == "on" and (
             packed.experts is None and packed.num_rows and not self.algorithm.learns_from_pairs
