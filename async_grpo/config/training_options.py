@@ -193,8 +193,8 @@ class MemoryOptions(Options):
     mixed_precision: str = option("auto", choices=("auto", "no", "bf16"))
     """compute type; master weights are float32"""
     attention: str = option("auto", choices=("auto", "packed", "flash_attention_2"))
-    """kernel of attention over packed rows: auto is packed, torch's own, by FlashAttention-3 where
-    that is installed; flash_attention_2 needs flash-attn; each is checked before training"""
+    """kernel of attention over packed rows: auto is packed, torch's own, by FlashAttention-3 or 4
+    where one is installed; flash_attention_2 needs flash-attn; each is checked before training"""
     fsdp_sharding_strategy: str = option(
         "FULL_SHARD", choices=("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD", "ZERO1")
     )

@@ -29,7 +29,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from async_grpo.model.attention import HALF_TYPES, PACKED
+from async_grpo.model.attention import HALF_TYPES, PACKED, drop_flash, flash_in_use
 from async_grpo.model.collate import collate_pairs, to_device
 from async_grpo.model.foreign_folders import config_file
 from async_grpo.model.model_folder import check_files, read_config
@@ -225,6 +225,13 @@ def check_packing(
     only if the layers that carry a state see one sequence at a time.
     """
     found = _fault(config, attention, device, dtype, alone=False)
+    if found and (name := flash_in_use()):
+        drop_flash()
+        logger.warning(
+            "a packed row of %s (%s) %s with attention by %s: torch's own kernel is used",
+            path, config.model_type, found, name,
+        )  # fmt: skip
+        found = _fault(config, attention, device, dtype, alone=False)
     if found and not _fault(config, attention, device, dtype, alone=True):
         logger.info(
             "layers of %s (%s) carry a state: they are given each sequence apart", path,

@@ -17,7 +17,7 @@ from async_grpo.config.train_config import Settings, TrainConfig, with_settings
 from async_grpo.devices.bill import GIB, trainer_bill, with_checkpointing_if_needed
 from async_grpo.devices.current import free_bytes
 from async_grpo.model.adapters import Adapter, base_dtype
-from async_grpo.model.attention import choose_attention
+from async_grpo.model.attention import choose_attention, drop_flash, flash_in_use
 from async_grpo.model.collate import collate, to_device
 from async_grpo.model.loading import check_trainable, load_sharded
 from async_grpo.model.policy import PolicyModel, model_shape, size_of, training_flops
@@ -73,6 +73,8 @@ class Learner:
         alone = ranks.share(
             lambda: check_trainable(path, attention=attention, device=ranks.device, dtype=dtype)
         )
+        if not ranks.share(flash_in_use):  # what was asked of rank 0 counts for all
+            drop_flash()
         adapter = None
         if config.adapter.trains_adapter:
             seed = config.data.infinite_sampler_seed
