@@ -211,8 +211,8 @@ class MemoryOptions(Options):
     activation_checkpointing: str = option(
         "auto", choices=("auto", "on", "off"), bare="on", none="off"
     )
-    """recompute activations in the backward pass; auto: where the bill of memory, which is logged
-    at the start, exceeds what is free without it"""
+    """recompute activations in the backward pass; auto: those of as few layers as make the bill of
+    memory, which is logged at the start, fit into what is free"""
     use_torch_compile: bool = option(False)
     """compile decoder layers and log-probabilities"""
     defer_gradient_sync: bool = option(False)

@@ -166,7 +166,8 @@ class Learner:
 def shard_as_billed(policy: PolicyModel, config: TrainConfig, ranks: Ranks) -> None:
     """Shard an outlined policy as the options say, and log its memory bill; collective.
 
-    Decides `--activation-checkpointing auto`: on for all ranks if any has too little free memory.
+    Decides `--activation-checkpointing auto`: of as many layers as the rank needs that has least
+    free memory.
     """
     model, memory, algorithm = model_shape(policy), config.memory, find_algorithm(config)
     dtype = compute_dtype(memory.mixed_precision, ranks.device)
@@ -178,8 +179,10 @@ def shard_as_billed(policy: PolicyModel, config: TrainConfig, ranks: Ranks) -> N
     free = free_bytes(ranks.device, share=memory.gpus_per_rank)
     if memory.activation_checkpointing == "auto":
         wanted = with_checkpointing_if_needed(model, training, free_bytes=int(USED * free))
-        training = replace(training, checkpointing=bool(ranks.agree(wanted.checkpointing)))
-    bill = trainer_bill(model, training)
+        above = model.num_layers + 1  # the more layers, the larger: 0, or `above` - one layer in n
+        agreed = ranks.agree(wanted.checkpointing and above - wanted.checkpointing)
+        training = replace(training, checkpointing=agreed and above - agreed)
+    bill, one_in = trainer_bill(model, training), training.checkpointing
     file = Path(config.recording.output_dir, RUN_FILE)
     is_planned = file.exists() and not algorithm.learns_from_pairs  # plans are of runs with workers
     more = f"`async-grpo plan {file}`" if is_planned else "--logging-level DEBUG"
@@ -187,7 +190,7 @@ def shard_as_billed(policy: PolicyModel, config: TrainConfig, ranks: Ranks) -> N
         "memory of a trainer rank: %.2f of %.1f GiB that are free; activation checkpointing (%s) "
         "is %s; its parts: %s",
         bill.total / GIB, free / GIB, memory.activation_checkpointing,
-        "on" if training.checkpointing else "off", more,
+        f"on for one layer in {one_in}" if one_in > 1 else "on" if one_in else "off", more,
     )  # fmt: skip
     logger.debug("%s", bill.in_words())
     if bill.total > free:
