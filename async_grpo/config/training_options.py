@@ -215,6 +215,9 @@ class MemoryOptions(Options):
     memory, which is logged at the start, fit into what is free"""
     use_torch_compile: bool = option(False)
     """compile decoder layers and log-probabilities"""
+    use_liger_kernel: bool = option(False)
+    """on a device, compute norms, rotary embedding and activation by the fused kernels of
+    liger-kernel, if a small random model computes the same by them, forward and backward"""
     defer_gradient_sync: bool = option(False)
     """reduce gradients over ranks once a step instead of once a minibatch; costs a whole gradient
     in memory on each rank"""

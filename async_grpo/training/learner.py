@@ -19,7 +19,9 @@ from async_grpo.devices.current import free_bytes
 from async_grpo.model.adapters import Adapter, base_dtype
 from async_grpo.model.attention import choose_attention, drop_flash, flash_in_use
 from async_grpo.model.collate import collate, to_device
+from async_grpo.model.fused import fuse, fuses
 from async_grpo.model.loading import check_trainable, load_sharded
+from async_grpo.model.model_folder import read_config
 from async_grpo.model.policy import PolicyModel, model_shape, size_of, training_flops
 from async_grpo.model.served import check_adapter
 from async_grpo.training.billing import USED, as_billed
@@ -75,6 +77,9 @@ class Learner:
         )
         if not ranks.share(flash_in_use):  # what was asked of rank 0 counts for all
             drop_flash()
+        fused = memory.use_liger_kernel and ranks.share(
+            lambda: fuses(read_config(Path(path)), device=ranks.device, dtype=dtype)
+        )
         adapter = None
         if config.adapter.trains_adapter:
             seed = config.data.infinite_sampler_seed
@@ -90,6 +95,7 @@ class Learner:
             parameters_on=torch.device("cpu") if memory.offload == "parameters" else None,
             sequences_alone=alone,
             adapter=adapter,
+            fuse=fuse if fused else None,
         )
         learner = cls(policy, config, ranks, peak=peak)
         logger.info("policy and optimizer are ready")
