@@ -187,7 +187,8 @@ class SampledData(Iterator[StreamItem]):
         version = WeightsVersion(self._incarnation, num_batches)
         outline, shards = self._prepared().outline(version), FlatShards(self._tensors())
         metas = zip(outline.tensors, shards, strict=True)
-        infinite = (meta.name for meta, own in metas if not is_finite(own.to(self._dtype)))
+        on_device = ((meta.name, own.to(self._learner.device)) for meta, own in metas)
+        infinite = (name for name, own in on_device if not is_finite(own.to(self._dtype)))
         if found := next(filter(None, self._ranks.gather(next(infinite, ""))), ""):
             raise WeightSyncError(not_finite(found, version))
         tensors = iter_device_tensors(self._tensors(), self._dtype, device=self._learner.device)

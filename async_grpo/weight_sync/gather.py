@@ -74,7 +74,8 @@ class Gather:
     def _fill(self, data: Tensor, bucket: int, shards: Sequence[Tensor]) -> None:
         at = 0
         for index, start, stop in self._plan.slices(bucket):
-            data[at : at + stop - start].copy_(shards[index][start:stop])
+            part = shards[index][start:stop].to(self._device)  # or the host would cast it
+            data[at : at + stop - start].copy_(part)
             at += stop - start
 
     def _to_host(self, data: Tensor, bucket: int) -> Received:
