@@ -9,14 +9,16 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
+from importlib import metadata
 from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
+import torch.nn.attention
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
-from transformers.utils import is_flash_attn_2_available, is_flash_attn_4_available
+from transformers.utils import is_flash_attn_2_available
 
 from async_grpo.util.errors import UnfitModel
 
@@ -26,7 +28,7 @@ FLASH_2 = "flash_attention_2"  # transformers' own name
 # Torch's names of other kernels, which it has for devices of these major compute capabilities.
 FLASH: dict[str, tuple[tuple[int, ...], Callable[[], object]]] = {
     "FA3": ((9,), lambda: find_spec("flash_attn_interface")),
-    "FA4": ((9, 10), lambda: is_flash_attn_4_available()),
+    "FA4": ((9, 10), lambda: has_distribution("flash-attn-4")),  # flash-attn has its modules, too
 }
 # Arguments of transformers that are used before attention, or repeat what others say.
 WITHOUT_EFFECT = {
@@ -84,11 +86,18 @@ def activate_flash(device: torch.device) -> str:
     return ""
 
 
+def has_distribution(name: str) -> bool:
+    """Whether a package of this name is installed, whichever modules it has."""
+    try:
+        return bool(metadata.version(name))
+    except metadata.PackageNotFoundError:
+        return False
+
+
 def flash_in_use() -> str:
     """Torch's name of the kernels that it was switched to, or "" for its own."""
-    from torch.nn.attention import current_flash_attention_impl
-
-    return current_flash_attention_impl() or ""
+    current = getattr(torch.nn.attention, "current_flash_attention_impl", None)  # not in torch 2.11
+    return (current and current()) or ""
 
 
 def drop_flash() -> None:

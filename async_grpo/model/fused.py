@@ -12,7 +12,6 @@ import sys
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.integrations.liger import apply_liger_kernel
 from transformers.utils import is_liger_kernel_available
 
 from async_grpo.model.attention import HALF_TYPES, PACKED
@@ -34,6 +33,8 @@ OURS = {"cross_entropy": False, "fused_linear_cross_entropy": False}
 
 def fuse(model: PreTrainedModel) -> None:
     """Have a model, which may be of meta tensors, compute by Liger's kernels."""
+    from transformers.integrations.liger import apply_liger_kernel
+
     apply_liger_kernel(model, OURS)
 
 

@@ -118,9 +118,7 @@ def device(monkeypatch):
     monkeypatch.setattr(
         attention, "is_flash_attn_2_available", lambda: "flash_attn" in has["installed"]
     )
-    monkeypatch.setattr(
-        attention, "is_flash_attn_4_available", lambda: "flash_attn_4" in has["installed"]
-    )
+    monkeypatch.setattr(attention, "has_distribution", lambda name: name in has["installed"])
     monkeypatch.setattr("torch.nn.attention.activate_flash_attention_impl", has["activated"].append)
     yield has
     attention.activate_flash.cache_clear()
@@ -132,7 +130,7 @@ def test_flash_attention_3_serves_packed_rows_where_it_is_installed(device):
 
 
 def test_flash_attention_4_serves_where_the_third_cannot(device, monkeypatch, caplog):
-    device.update(major=10, installed={"flash_attn_4", "flash_attn_interface"})
+    device.update(major=10, installed={"flash-attn-4", "flash_attn_interface"})
     assert choose_attention(CUDA) == "packed"
     assert device["activated"] == ["FA4"]
     attention.activate_flash.cache_clear()
