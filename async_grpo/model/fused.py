@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -47,8 +48,14 @@ def fuses(config: PreTrainedConfig, *, device: torch.device, dtype: torch.dtype)
     return not reason
 
 
-def fault(config: PreTrainedConfig, *, device: torch.device, dtype: torch.dtype) -> str:
-    """What is wrong with Liger's kernels for this config on `device` in `dtype`; "": nothing.
+def fault(
+    config: PreTrainedConfig,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    give: Callable[[PreTrainedModel], None] = fuse,
+) -> str:
+    """What is wrong with the kernels that `give` gives to models of this config; "": nothing.
 
     A small random model's packed scores and their gradient are compared, with it and without, with
     those in float32. Afterwards its family is as it was.
@@ -62,7 +69,7 @@ def fault(config: PreTrainedConfig, *, device: torch.device, dtype: torch.dtype)
         exact = computed(model, device, torch.float32)
         plain = computed(small_model(config, attention=PACKED), device, dtype)
         model = small_model(config, attention=PACKED)
-        fuse(model)
+        give(model)
         if not any("forward" in vars(part) for part in model.modules()):
             return f"know no {config.model_type}"
         fused = computed(model, device, dtype)

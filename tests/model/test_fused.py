@@ -10,8 +10,8 @@ from async_grpo.model import fused
 CPU = torch.device("cpu")
 
 
-def fault(dtype=torch.float32):
-    return fused.fault(family_config("llama"), device=CPU, dtype=dtype)
+def fault(give, dtype=torch.float32):
+    return fused.fault(family_config("llama"), device=CPU, dtype=dtype, give=give)
 
 
 def squares(*, forward=1.0, backward=1.0):
@@ -35,18 +35,16 @@ def squares(*, forward=1.0, backward=1.0):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_kernels_that_compute_the_same_are_used(monkeypatch, dtype):
-    monkeypatch.setattr(fused, "fuse", squares())
-    assert fault(dtype) == ""
+def test_kernels_that_compute_the_same_are_used(dtype):
+    assert fault(squares(), dtype) == ""
 
 
 @pytest.mark.parametrize(
     ("wrong", "said"), [({"forward": 1.1}, "scores"), ({"backward": 0.9}, "gradients")]
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_wrong_pass_in_either_direction_is_told(monkeypatch, dtype, wrong, said):
-    monkeypatch.setattr(fused, "fuse", squares(**wrong))
-    assert fault(dtype).endswith(f" of the {said}")
+def test_a_wrong_pass_in_either_direction_is_told(dtype, wrong, said):
+    assert fault(squares(**wrong), dtype).endswith(f" of the {said}")
 
 
 def test_what_needs_a_device_is_done_without_on_a_cpu_and_its_family_stays_as_it_was(caplog):
@@ -59,7 +57,6 @@ def test_what_needs_a_device_is_done_without_on_a_cpu_and_its_family_stays_as_it
 
 
 def test_an_unknown_family_and_an_absent_package_are_told(monkeypatch):
-    monkeypatch.setattr(fused, "fuse", lambda model: None)
-    assert fault() == "know no llama"
+    assert fault(lambda model: None) == "know no llama"
     monkeypatch.setattr(fused, "is_liger_kernel_available", lambda: False)
-    assert fault() == "are not installed (requirements/gpu-kernels.txt)"
+    assert fault(squares()) == "are not installed (requirements/gpu-kernels.txt)"
