@@ -13,7 +13,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -74,11 +73,11 @@ class Publication:
         self._references = ReferenceSchedule(config.sampling)
         self._has_reference = find_algorithm(config).needs_reference
         self._newest: WeightsSnapshot | None = None
-        self._collected: tuple[Collected, dict[str, Any]] | None = None  # since `_newest`
+        self._collected: tuple[Collected, WeightsSnapshot] | None = None  # since `_newest`
 
-    def collected(self, newest: Collected, **facts: Any) -> None:
-        """Take the newest weights, to be announced, and fields of their snapshot."""
-        self._collected = newest, facts
+    def collected(self, newest: Collected, outline: WeightsSnapshot) -> None:
+        """Take the newest weights, to be announced, and their snapshot without what is stored."""
+        self._collected = newest, outline
 
     def prove(self, client: RunClient, before: tuple[CanaryRow, ...]) -> None:
         """Have all generation workers serve the collected probe of an adapter; see `probing`.
@@ -129,10 +128,12 @@ class Publication:
             due |= {REFERENCE: reference} if reference else {}
         return due
 
-    def _whole(self, newest: Collected, facts: dict[str, Any]) -> WeightsSnapshot:
-        snapshot = newest.wait()
-        assert snapshot is not None, "rank 0 gets the snapshot"
-        return replace(snapshot, **facts)
+    def _whole(self, newest: Collected, outline: WeightsSnapshot) -> WeightsSnapshot:
+        stored = newest.wait()
+        assert stored is not None, "rank 0 gets the snapshot"
+        return replace(
+            outline, buckets=stored.buckets, is_base=stored.is_base, delta_since=stored.delta_since
+        )
 
     def restore_first_reference(self, snapshot: WeightsSnapshot | None) -> None:
         """Take the run's first weights as the reference of a resumed run."""

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from threading import Event
-from typing import Any
 
 import numpy as np
 import torch
@@ -39,7 +38,7 @@ from async_grpo.training.fsdp import compute_dtype, iter_device_tensors, reshard
 from async_grpo.training.learner import Learner
 from async_grpo.training.ranks import Ranks
 from async_grpo.training.stream import Express, RankStream
-from async_grpo.types import CanaryRow, EndOfStep, StreamItem, WeightsVersion
+from async_grpo.types import CanaryRow, EndOfStep, StreamItem, WeightsSnapshot, WeightsVersion
 from async_grpo.util import deadlines
 from async_grpo.util.add_ons import add_on
 from async_grpo.util.errors import DataError, RunLost, WeightSyncError
@@ -177,43 +176,44 @@ class SampledData(Iterator[StreamItem]):
         version = WeightsVersion(self._incarnation, num_batches)
         return collector.collect(FlatShards(self._tensors()), version=version)
 
-    def _send(self, num_batches: int, facts: Mapping[str, Any]) -> None:
+    def _send(self, outline: WeightsSnapshot) -> None:
         """Send weights from rank 0's device, if that is asked for, before they are stored.
 
         Collective. Raises `WeightSyncError` on all ranks if they are not finite anywhere.
         """
-        if self._config.memory.weight_transport == OBJECT_STORE or self._alone or num_batches < 0:
+        by_store = self._config.memory.weight_transport == OBJECT_STORE or self._alone
+        if by_store or outline.version.batches < 0:
             return
-        version = WeightsVersion(self._incarnation, num_batches)
-        outline, shards = self._prepared().outline(version), FlatShards(self._tensors())
-        metas = zip(outline.tensors, shards, strict=True)
+        metas = zip(outline.tensors, FlatShards(self._tensors()), strict=True)
         on_device = ((meta.name, own.to(self._learner.device)) for meta, own in metas)
         infinite = (name for name, own in on_device if not is_finite(own.to(self._dtype)))
         if found := next(filter(None, self._ranks.gather(next(infinite, ""))), ""):
-            raise WeightSyncError(not_finite(found, version))
+            raise WeightSyncError(not_finite(found, outline.version))
         tensors = iter_device_tensors(self._tensors(), self._dtype, device=self._learner.device)
-        self._main.weights.send(self._main.client, replace(outline, **facts), tensors)
+        self._main.weights.send(self._main.client, outline, tensors)
 
     def _gather(self, num_batches: int) -> None:
         """Gather the current weights and what shows that they arrive; collective."""
         weights, policy = self._main.weights, self._learner.policy
-        self._prepared()
-        canary = score_canary(self._learner, weights.canary)
-        facts: dict[str, Any] = {"canary": canary}
+        collector = self._prepared()
+        outline = collector.outline(WeightsVersion(self._incarnation, num_batches))
+        outline = replace(outline, canary=score_canary(self._learner, weights.canary))
+        reshard(policy)  # the canary's forward leaves the root whole
         if policy.adapter:
             own = samples(
                 policy, alone=self._alone, dtype=self._dtype, served=self._served,
                 seed=num_batches, num_ranks=self._ranks.world_size,
             )  # fmt: skip
             found, lost, total = zip(*self._ranks.gather(own), strict=True)
-            facts |= {
-                "samples": tuple(sample for of_rank in found for sample in of_rank),
-                "merge_loss": math.sqrt(sum(lost) / sum(total)) if sum(total) else None,
-                "adapter": adapter_text(policy) if self._alone else "",
-            }
-        self._send(num_batches, facts)
+            outline = replace(
+                outline,
+                samples=tuple(sample for of_rank in found for sample in of_rank),
+                merge_loss=math.sqrt(sum(lost) / sum(total)) if sum(total) else None,
+                adapter=adapter_text(policy) if self._alone else "",
+            )
+        self._send(outline)
         self._collected = self._collect(num_batches)
-        weights.collected(self._collected, **facts)
+        weights.collected(self._collected, outline)
 
     def _prove_delivery(self) -> None:
         """Show, before weights are published, that workers compute with what they are sent.
