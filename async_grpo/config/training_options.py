@@ -213,8 +213,8 @@ class MemoryOptions(Options):
     mixed_precision: str = option("auto", choices=("auto", "no", "bf16"))
     """compute type; master weights are float32"""
     attention: str = option("auto", choices=("auto", "packed", "flash_attention_2"))
-    """kernel of attention over packed rows: auto is packed, torch's own, by FlashAttention-3 where
-    that is installed; flash_attention_2 needs flash-attn; each is checked before training"""
+    """kernel of attention over packed rows: auto is packed, torch's own, by FlashAttention-3 or 4
+    where one is installed; flash_attention_2 needs flash-attn; each is checked before training"""
     fsdp_sharding_strategy: str = option(
         "FULL_SHARD", choices=("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD", "ZERO1")
     )
@@ -231,10 +231,13 @@ class MemoryOptions(Options):
     activation_checkpointing: str = option(
         "auto", choices=("auto", "on", "off"), bare="on", none="off"
     )
-    """recompute activations in the backward pass; auto: where the bill of memory, which is logged
-    at the start, exceeds what is free without it"""
+    """recompute activations in the backward pass; auto: those of as few layers as make the bill of
+    memory, which is logged at the start, fit into what is free"""
     use_torch_compile: bool = option(False)
     """compile decoder layers and log-probabilities"""
+    use_liger_kernel: bool = option(False)
+    """on a device, compute norms, rotary embedding and activation by the fused kernels of
+    liger-kernel, if a small random model computes the same by them, forward and backward"""
     defer_gradient_sync: bool = option(False)
     """reduce gradients over ranks once a step instead of once a minibatch; costs a whole gradient
     in memory on each rank"""

@@ -16,7 +16,7 @@ from async_grpo.util.errors import ConfigError
 
 OFFERED_RANK = 16  # of an adapter in place of training all
 CONTEXT_BYTES = GIB  # CUDA and NCCL of a rank or a scoring worker, an assumption
-BUCKET_BYTES, BUCKETS = 256 * MIB, 4  # of a rank's share of the weights: weight_sync/gather.py
+BUCKET_BYTES, BUCKETS = 64 * MIB, 12  # of a rank's share of the weights: weight_sync/gather.py
 # Memory of the interpreter and its libraries in a process of each role.
 PROCESS_BYTES = {
     "rank": 560 * MIB, "engine": 1530 * MIB, "scorer": 510 * MIB, "controller": 140 * MIB,
@@ -101,7 +101,6 @@ def engine_of(asked: Asked, number: int) -> memory.Engine:
         may_take=may_take,
         received=asked.published if config.mode == GENERATION else 0,
         adapters=asked.model.num_trained * config.max_loras * bool(config.max_lora_rank),
-        keeps_staged=asked.train.memory.weight_delta,
     )
 
 
@@ -109,7 +108,7 @@ def rank_bill_of(asked: Asked, num_ranks: int) -> Bill:
     """The bill of each of `num_ranks` trainer ranks."""
     bill = memory.trainer_bill(asked.model, training_of(asked, num_ranks))
     published = asked.published * asked.worker_bytes(asked.generation)
-    buffers = min(BUCKET_BYTES, -(-published // num_ranks)) * BUCKETS
+    buffers = min(BUCKET_BYTES * BUCKETS, -(-published // num_ranks))
     context = CONTEXT_BYTES * (not asked.on_cpu)
     in_turns = asked.train.memory.colocated and not asked.on_cpu
     parked = sum(line.num_bytes for line in bill.lines if line.name in HELD and not line.on_host)
@@ -117,7 +116,7 @@ def rank_bill_of(asked: Asked, num_ranks: int) -> Bill:
         Line("CUDA's and NCCL's own", context, "assumed"),
         Line("a sleeping engine's own", memory.GRAPHS_BYTES * in_turns, "assumed"),
         Line(PARKED, parked * in_turns, "weights, moments", True),
-        Line("buckets of weights", buffers, f"{BUCKETS} of e P / ranks, at most 256 MiB",
+        Line("buckets of weights", buffers, "e P / ranks, at most 12 of 64 MiB",
              not asked.on_cpu),
         _process("rank", on_host=not asked.on_cpu),
     )  # fmt: skip

@@ -214,6 +214,7 @@ class Engine:
             WeightSyncError: refused or incomplete; the old weights serve on.
             EngineBrokenError: the loading itself failed.
         """
+        check_whole(snapshot.tensors, snapshot.buckets)
         await self.expect(snapshot)
         if self._adapters is not None:
             return await self._load_adapter(self._adapters, snapshot, fetch)
@@ -273,7 +274,6 @@ class Engine:
 
     async def expect(self, snapshot: WeightsSnapshot) -> None:
         """Raise `WeightSyncError` unless these are the model's parameters, or an adapter's."""
-        check_whole(snapshot.tensors, snapshot.buckets)
         if bool(snapshot.adapter) != (self._adapters is not None):
             raise WeightSyncError(
                 "an engine takes adapters, or weights of its model where it was started without "

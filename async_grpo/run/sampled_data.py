@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from threading import Event
 
 import numpy as np
@@ -37,12 +38,12 @@ from async_grpo.training.fsdp import compute_dtype, iter_device_tensors, reshard
 from async_grpo.training.learner import Learner
 from async_grpo.training.ranks import Ranks
 from async_grpo.training.stream import Express, RankStream
-from async_grpo.types import CanaryRow, EndOfStep, StreamItem, WeightsVersion
+from async_grpo.types import CanaryRow, EndOfStep, StreamItem, WeightsSnapshot, WeightsVersion
 from async_grpo.util import deadlines
 from async_grpo.util.add_ons import add_on
-from async_grpo.util.errors import DataError, RunLost
-from async_grpo.weight_sync.gather import Shards
-from async_grpo.weight_sync.publisher import Collected, Collector
+from async_grpo.util.errors import DataError, RunLost, WeightSyncError
+from async_grpo.weight_sync.gather import Shards, is_finite
+from async_grpo.weight_sync.publisher import Collected, Collector, not_finite
 from async_grpo.weight_sync.routes import OBJECT_STORE
 
 CANARY_TEMPERATURE = 1.0  # vLLM scores prompts at this one only
@@ -132,11 +133,6 @@ class SampledData(Iterator[StreamItem]):
                 self._prove_delivery()
             self._num_updates = self._learner.step.clocks.steps
             self._gather(num_batches)
-            if self._config.memory.weight_transport != OBJECT_STORE and not self._alone:
-                self._wait_collected()  # all ranks continue, or none
-                device = self._learner.device
-                tensors = iter_device_tensors(self._tensors(), self._dtype, device=device)
-                weights.send(self._main.client, tensors)
         self._main.report.published(num_batches, evaluates=evaluates)
         # The controller begins the evaluations of these weights.
         if self._config.memory.colocated:  # the ranks may yet save and export
@@ -189,8 +185,8 @@ class SampledData(Iterator[StreamItem]):
         if self._collected is not None:
             self._collected.wait()
 
-    def _collect(self, num_batches: int) -> Collected:
-        """Gather the policy's current weights; collective."""
+    def _prepared(self) -> Collector:
+        """What collects weights; the first call is collective."""
         if self._collector is None:
             self._incarnation, self._dtype, self._alone, self._served = self._ranks.share(
                 lambda: self._main.weights.published_as
@@ -203,27 +199,52 @@ class SampledData(Iterator[StreamItem]):
                 with_deltas=self._config.memory.weight_delta,
                 rest_of_folder=self._learner.policy.adapter is not None and not self._alone,
             )
-        version = WeightsVersion(self._incarnation, num_batches)
-        return self._collector.collect(FlatShards(self._tensors()), version=version)
+        return self._collector
 
-    def _gather(self, num_batches: int) -> tuple[CanaryRow, ...]:
+    def _collect(self, num_batches: int) -> Collected:
+        """Collect the policy's current weights; collective."""
+        collector = self._prepared()
+        version = WeightsVersion(self._incarnation, num_batches)
+        return collector.collect(FlatShards(self._tensors()), version=version)
+
+    def _send(self, outline: WeightsSnapshot) -> None:
+        """Send weights from rank 0's device, if that is asked for, before they are stored.
+
+        Collective. Raises `WeightSyncError` on all ranks if they are not finite anywhere.
+        """
+        by_store = self._config.memory.weight_transport == OBJECT_STORE or self._alone
+        if by_store or outline.version.batches < 0:
+            return
+        metas = zip(outline.tensors, FlatShards(self._tensors()), strict=True)
+        on_device = ((meta.name, own.to(self._learner.device)) for meta, own in metas)
+        infinite = (name for name, own in on_device if not is_finite(own.to(self._dtype)))
+        if found := next(filter(None, self._ranks.gather(next(infinite, ""))), ""):
+            raise WeightSyncError(not_finite(found, outline.version))
+        tensors = iter_device_tensors(self._tensors(), self._dtype, device=self._learner.device)
+        self._main.weights.send(self._main.client, outline, tensors)
+
+    def _gather(self, num_batches: int) -> None:
         """Gather the current weights and what shows that they arrive; collective."""
         weights, policy = self._main.weights, self._learner.policy
-        canary = score_canary(self._learner, weights.canary)
-        self._collected, facts = self._collect(num_batches), {}
+        collector = self._prepared()
+        outline = collector.outline(WeightsVersion(self._incarnation, num_batches))
+        outline = replace(outline, canary=score_canary(self._learner, weights.canary))
+        reshard(policy)  # the canary's forward leaves the root whole
         if policy.adapter:
             own = samples(
                 policy, alone=self._alone, dtype=self._dtype, served=self._served,
                 seed=num_batches, num_ranks=self._ranks.world_size,
             )  # fmt: skip
             found, lost, total = zip(*self._ranks.gather(own), strict=True)
-            facts = {
-                "samples": tuple(sample for of_rank in found for sample in of_rank),
-                "merge_loss": math.sqrt(sum(lost) / sum(total)) if sum(total) else None,
-                "adapter": adapter_text(policy) if self._alone else "",
-            }
-        weights.collected(self._collected, canary=canary, **facts)
-        return canary
+            outline = replace(
+                outline,
+                samples=tuple(sample for of_rank in found for sample in of_rank),
+                merge_loss=math.sqrt(sum(lost) / sum(total)) if sum(total) else None,
+                adapter=adapter_text(policy) if self._alone else "",
+            )
+        self._send(outline)
+        self._collected = self._collect(num_batches)
+        weights.collected(self._collected, outline)
 
     def _prove_delivery(self) -> None:
         """Show, before weights are published, that workers compute with what they are sent.

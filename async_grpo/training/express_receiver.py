@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import ray
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from async_grpo.algorithms.express import ExpressGroup, Meeting, keep_in, open_meeting
 from async_grpo.algorithms.express_plan import Reading, Send, plan_round
 from async_grpo.config.roles import TEACHER
+from async_grpo.model.scorer import CHUNK_SIZE
 from async_grpo.training.ranks import Ranks
 from async_grpo.types import Minibatch, Sample
 from async_grpo.util import deadlines
@@ -188,23 +188,20 @@ def _with_logits(
     item: Minibatch, readings: Sequence[Reading], cells: Tensor, *, temperature: float
 ) -> Minibatch:
     """The minibatch with the logits `cells` [N, V] of all its trained tokens and, computed of
-    these, their log-probabilities at `temperature`. Other tokens have zeros."""
+    these, their log-probabilities at `temperature`; other tokens have zeros of these."""
     samples = []
     by_sample = cells.split([len(reading.trained) for reading in readings])
     for sample, reading, rows in zip(item.samples, readings, by_sample, strict=True):
         ids = torch.from_numpy(reading.output[reading.trained].astype(np.int64)).to(cells.device)
-        logprobs = torch.log_softmax(rows.float() / temperature, dim=-1)
-        labels = logprobs.gather(-1, ids[:, None]).squeeze(-1)
-        scores = {LOGITS: _spread(rows, reading), TEACHER: _spread(labels, reading)}
-        samples.append(replace(sample, scores={**sample.scores, **scores}))
-    return replace(item, samples=tuple(samples))
-
-
-def _spread(values: Tensor, reading: Reading) -> NDArray[np.float32]:
-    """Values [L, ...] of all output tokens: `values` [N, ...] of the trained ones, and zeros."""
-    spread = np.zeros((len(reading.output), *values.shape[1:]), np.float32)
-    spread[reading.trained] = values.float().cpu().numpy()
-    return spread
+        chunks = zip(rows.split(CHUNK_SIZE), ids.split(CHUNK_SIZE), strict=True)
+        labels = [
+            torch.log_softmax(own.float() / temperature, dim=-1).gather(-1, chosen[:, None])[:, 0]
+            for own, chosen in chunks
+        ]
+        scores = np.zeros(len(reading.output), np.float32)
+        scores[reading.trained] = torch.cat(labels).cpu().numpy()
+        samples.append(replace(sample, scores={**sample.scores, TEACHER: scores}))
+    return replace(item, samples=tuple(samples), dense={LOGITS: cells})
 
 
 def _nothing(send: Send) -> Tensor:

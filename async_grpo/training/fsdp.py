@@ -50,7 +50,7 @@ def shard(
     mixed_precision: str = "no",
     keep_gathered: bool = False,
     offload: bool = False,
-    activation_checkpointing: bool = False,
+    activation_checkpointing: int = 0,
     compile: bool = False,
 ) -> PolicyModel:
     """Shard `policy` in place over a mesh: each layer and its experts, the rest with the root.
@@ -58,11 +58,13 @@ def shard(
     Master weights keep their type (float32); gradients are *summed* over all ranks of the mesh, in
     float32. The mesh may have one rank, or one in its last dimension: then each rank holds all, and
     what FSDP gathers is a copy. Names of parameters do not change. `keep_gathered`: a layer's
-    weights stay whole from its forward to its backward pass. `offload`: shards and their
+    weights stay whole from its forward to its backward pass. `activation_checkpointing`: one layer
+    in so many, 0: none. `offload`: shards and their
     gradients lie in the host's memory. `compile`: the layers, and what is computed of logits.
     """
     if activation_checkpointing:
-        policy.model.gradient_checkpointing_enable({"use_reentrant": False})
+        some = {"every_n_layers": activation_checkpointing} if activation_checkpointing > 1 else {}
+        policy.model.gradient_checkpointing_enable({"use_reentrant": False}, **some)
     policy.compile_logprobs = compile
     precision = MixedPrecisionPolicy()
     dtype = compute_dtype(mixed_precision, torch.device(mesh.device_type))

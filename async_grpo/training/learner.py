@@ -17,9 +17,11 @@ from async_grpo.config.train_config import Settings, TrainConfig, with_settings
 from async_grpo.devices.bill import GIB, trainer_bill, with_checkpointing_if_needed
 from async_grpo.devices.current import free_bytes
 from async_grpo.model.adapters import Adapter, base_dtype
-from async_grpo.model.attention import choose_attention
+from async_grpo.model.attention import choose_attention, drop_flash, flash_in_use
 from async_grpo.model.collate import collate, to_device
+from async_grpo.model.fused import fuse, fuses
 from async_grpo.model.loading import check_trainable, load_sharded
+from async_grpo.model.model_folder import read_config
 from async_grpo.model.policy import PolicyModel, model_shape, size_of, training_flops
 from async_grpo.model.served import check_adapter
 from async_grpo.training.billing import USED, as_billed
@@ -75,6 +77,11 @@ class Learner:
         alone = ranks.share(
             lambda: check_trainable(path, attention=attention, device=ranks.device, dtype=dtype)
         )
+        if not ranks.share(flash_in_use):  # what was asked of rank 0 counts for all
+            drop_flash()
+        fused = memory.use_liger_kernel and ranks.share(
+            lambda: fuses(read_config(Path(path)), device=ranks.device, dtype=dtype)
+        )
         adapter = None
         if config.adapter.trains_adapter:
             seed = config.data.infinite_sampler_seed
@@ -90,6 +97,7 @@ class Learner:
             parameters_on=torch.device("cpu") if memory.offload == "parameters" else None,
             sequences_alone=alone,
             adapter=adapter,
+            fuse=fuse if fused else None,
         )
         learner = cls(policy, config, ranks, peak=peak)
         logger.info("policy and optimizer are ready")
@@ -104,6 +112,7 @@ class Learner:
             scores=self.algorithm.score_columns,
             scores_of_given=self.algorithm.scores_of_given,
             share_prompts=self.policy.shares_prompts,
+            dense=minibatch.dense,
         )
         if self.config.sampling.routing_replay == "on" and (
             packed.experts is None and packed.num_rows and not self.algorithm.learns_from_pairs
@@ -179,7 +188,8 @@ class Learner:
 def shard_as_billed(policy: PolicyModel, config: TrainConfig, ranks: Ranks) -> None:
     """Shard an outlined policy as the options say, and log its memory bill; collective.
 
-    Decides `--activation-checkpointing auto`: on for all ranks if any has too little free memory.
+    Decides `--activation-checkpointing auto`: of as many layers as the rank needs that has least
+    free memory.
     """
     model, memory, algorithm = model_shape(policy), config.memory, find_algorithm(config)
     dtype = compute_dtype(memory.mixed_precision, ranks.device)
@@ -191,8 +201,10 @@ def shard_as_billed(policy: PolicyModel, config: TrainConfig, ranks: Ranks) -> N
     free = free_bytes(ranks.device, share=memory.gpus_per_rank)
     if memory.activation_checkpointing == "auto":
         wanted = with_checkpointing_if_needed(model, training, free_bytes=int(USED * free))
-        training = replace(training, checkpointing=bool(ranks.agree(wanted.checkpointing)))
-    bill = trainer_bill(model, training)
+        above = model.num_layers + 1  # the more layers, the larger: 0, or `above` - one layer in n
+        agreed = ranks.agree(wanted.checkpointing and above - wanted.checkpointing)
+        training = replace(training, checkpointing=agreed and above - agreed)
+    bill, one_in = trainer_bill(model, training), training.checkpointing
     file = Path(config.recording.output_dir, RUN_FILE)
     is_planned = file.exists() and not algorithm.learns_from_pairs  # plans are of runs with workers
     more = f"`async-grpo plan {file}`" if is_planned else "--logging-level DEBUG"
@@ -200,7 +212,7 @@ def shard_as_billed(policy: PolicyModel, config: TrainConfig, ranks: Ranks) -> N
         "memory of a trainer rank: %.2f of %.1f GiB that are free; activation checkpointing (%s) "
         "is %s; its parts: %s",
         bill.total / GIB, free / GIB, memory.activation_checkpointing,
-        "on" if training.checkpointing else "off", more,
+        f"on for one layer in {one_in}" if one_in > 1 else "on" if one_in else "off", more,
     )  # fmt: skip
     logger.debug("%s", bill.in_words())
     if bill.total > free:

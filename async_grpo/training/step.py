@@ -109,6 +109,7 @@ class GradientStep:
         self._policy = policy
         self._batching = batching
         self._defers = memory.defer_gradient_sync
+        self.offloads = memory.offload == "parameters"
         self._algorithm = algorithm
         self.head_terms = algorithm.terms  # the teachers' terms are added once they are known
         self._batch_start = BatchStart(policy) if algorithm.uses_old_policy else None

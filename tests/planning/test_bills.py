@@ -116,7 +116,7 @@ def test_a_machine_without_the_memory_is_refused():
 
 def test_buckets_are_those_of_the_weights():
     assert bills.BUCKET_BYTES == buckets.BUCKET_BYTES
-    assert bills.BUCKETS == gather.NUM_HOST_BUFFERS + 1
+    assert bills.BUCKETS == gather.NUM_HOST_BUFFERS
 
 
 def test_a_model_that_each_rank_would_hold_is_refused_with_the_strategy_that_shares_it():

@@ -4,6 +4,7 @@ import asyncio
 import copy
 import dataclasses
 import json
+import os
 import re
 
 import numpy as np
@@ -48,6 +49,19 @@ def test_logprobs_are_those_of_transformers_before_and_after_an_update(stack):
             num_tokens = len(completion.token_ids)
             assert completion.weights_versions == (VersionSpan(version, 0, num_tokens),)
             assert stack.error_of(completion, version) <= TOLERANCE
+
+
+def test_an_engine_never_sees_what_is_written_for_the_next_update(stack):
+    stack.serve(FIRST)
+    staging = stack.engine._staging
+    before = os.stat(staging.path).st_ino
+    size = staging._file.size_bytes
+    staging._file.write(np.full(size // 2, 255, np.uint8), 0)  # NaN in half of the weights
+    assert stack.error_of(stack.generate()[0], FIRST) <= TOLERANCE
+    staging._file.write(np.full(size, 255, np.uint8), 0)
+    stack.serve(SECOND)
+    assert stack.error_of(stack.generate()[0], SECOND) <= TOLERANCE
+    assert os.stat(staging.path).st_ino == before, "one file serves all updates"
 
 
 def test_a_grammar_forces_the_tokens_and_one_that_cannot_be_is_refused(stack):
