@@ -262,10 +262,11 @@ def dequantize(source: str, target: Path) -> None:
 @click.option("--kind", type=click.Choice(["nf4", "int8"]), default="nf4", help="default: nf4")
 @command_boundary()
 def quantize(source: str, target: Path, kind: str) -> None:
-    """Write IN with linear layers rounded to what 4 or 8 bits can say, for --base-quantization.
+    """Write IN with its linear layers rounded to 4 or 8 bits.
 
-    OUT has IN's names and types, and every role of a run takes it: so engines compute with the
-    weights that trainer ranks hold packed. One tensor at a time is in memory. Needs bitsandbytes.
+    Trainer ranks with --base-quantization hold such layers packed. OUT has IN's names and types,
+    and every role of a run takes it: so engines compute with the ranks' weights. One tensor at a
+    time is in memory. Needs bitsandbytes.
 
     \b
     e.g. Qwen/Qwen2.5-7B-Instruct models/Qwen2.5-7B-nf4
