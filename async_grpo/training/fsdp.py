@@ -29,10 +29,10 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
+from async_grpo.model.packed_linear import library
 from async_grpo.model.policy import PolicyModel, trained_parameters
 from async_grpo.model.served import Served, adapter_alone, served
 from async_grpo.model.weight_files import local_part, own_rows
-from async_grpo.util.errors import ConfigError
 
 
 def compute_dtype(mixed_precision: str, device: torch.device) -> torch.dtype:
@@ -281,13 +281,7 @@ class LibraryAdamW(TwinAdamW):
     def __init__(
         self, groups: Iterable[dict[str, Any]], *, kind: str, fused: bool, **options: Any
     ) -> None:
-        try:
-            from bitsandbytes import optim  # seconds
-        except ImportError as error:
-            raise ConfigError(
-                f"--optim {kind} needs bitsandbytes, which cannot be imported ({error}): "
-                "pip install bitsandbytes, or use adamw"
-            ) from error
+        optim = library().optim
         make = {
             "adamw_8bit": optim.AdamW8bit, "paged_adamw": optim.PagedAdamW32bit,
             "paged_adamw_8bit": optim.PagedAdamW8bit,
