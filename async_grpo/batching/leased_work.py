@@ -12,7 +12,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 import numpy as np
@@ -28,6 +28,7 @@ from async_grpo.batching.failures import (
 )
 from async_grpo.config.roles import ENVIRONMENT, VERIFIER
 from async_grpo.types import (
+    Cut,
     Episode,
     EpisodesRequest,
     EvaluationTerms,
@@ -56,6 +57,7 @@ T = TypeVar("T")
 ErrorTypes = tuple[type[AsyncGrpoError], ...]
 Scores = NDArray[np.float32]  # [L]
 Reason = Literal["worker died", "lease revoked", "stalled", "stale answer", "worker error"]
+LOSSES = frozenset[Reason]({"worker died", "lease revoked", "stalled"})
 # Seconds before each try, the first included, if the worker's answer made the last one fail.
 TRIES_AFTER_S = (0.0, 1.0, 8.0)
 # A lost worker is no fault of the work. The quarantine limits deaths; this limits other losses.
@@ -81,6 +83,8 @@ class LeasedWork(Generic[T]):
     gives_up: ErrorTypes = ()  # errors after which it is not tried again
     check: Callable[[T], None] = lambda answer: None  # raises for a bad answer
     on_retry: Callable[[Reason], None] = lambda reason: None
+    # (request, cost) of the next try, given the cuts of the answer that failed; None: as before.
+    again: Callable[[Reason, Sequence[Cut]], tuple[object, float]] | None = None
     received: Callable[[Sequence[Turn]], None] = lambda turns: None  # gets turns of its episodes
 
     @property
@@ -121,14 +125,14 @@ class LeasedWorkers:
         try:
             while True:
                 await self.outages.over(work.dataset_type)
-                asked = ""  # the id of the worker, once there is one
+                asked, cuts = "", list[Cut]()  # the worker's id, once there is one; what it tells
                 suspect = self.quarantine.is_on_probation(work.slot)
                 turn = self._probation if suspect else nullcontext()
                 try:
                     async with turn, self._lease(work) as lease:
                         if self.outages.is_open(work.dataset_type):
                             continue  # the outage began while it waited for the lease
-                        asked = lease.worker_id
+                        asked, cuts = lease.worker_id, lease.cuts
                         answer: Any = await lease.call(
                             work.method,
                             work.request,
@@ -146,6 +150,9 @@ class LeasedWorkers:
                     self.progress.moved()
                     return answer
                 work.on_retry(reason)
+                if work.again:
+                    request, cost = work.again(reason, cuts)
+                    work = replace(work, request=request, cost=cost)
                 await asyncio.sleep(pause_s)
         finally:
             self.quarantine.forget(work.slot)

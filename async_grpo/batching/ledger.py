@@ -312,6 +312,8 @@ class SlotAccount:
     ordinal: int
     terms: EvaluationTerms | None = None  # of a held-out question; None: the slot is trained
     resampled: Counts = field(default_factory=Counter)  # whole groups, by reason
+    # Losses of workers after which others went on with the group, by reason.
+    continued: Counts = field(default_factory=Counter)
 
     @property
     def slot(self) -> Hashable:
@@ -326,6 +328,10 @@ class SlotAccount:
         """All samples in flight are lost, and sampled again."""
         self.resampled[reason] += 1
         self.ledger.reissue(self.ordinal, fate="discarded", reason=reason)
+
+    def went_on(self, reason: str) -> None:
+        """A worker was lost, another goes on with what it had sampled."""
+        self.continued[reason] += 1
 
     @property
     def has_sampled(self) -> bool:

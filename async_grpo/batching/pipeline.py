@@ -13,7 +13,7 @@ import itertools
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -29,8 +29,10 @@ from async_grpo.batching.failures import (
 )
 from async_grpo.batching.leased_work import (
     AFTER_LOSS_S,
+    LOSSES,
     LeasedWork,
     LeasedWorkers,
+    Reason,
     check_completions,
     check_episodes,
 )
@@ -45,6 +47,7 @@ from async_grpo.config.roles import ENVIRONMENT, GENERATION, VERIFIER
 from async_grpo.environments.base import EpisodeFailed, FailureClass
 from async_grpo.environments.causes import Cause, Next, decide
 from async_grpo.types import (
+    Cut,
     Episode,
     EpisodesRequest,
     GenerationRequest,
@@ -61,6 +64,7 @@ from async_grpo.types import (
     VerificationRequest,
     WeightsVersion,
 )
+from async_grpo.types.samples import joined
 from async_grpo.util.errors import ConfigError, DeadlineError, NoWorkerError
 
 LENGTH_LIMIT = "length limit"  # reason of what --length-limit-policy leaves out
@@ -125,7 +129,11 @@ class SlotPipeline:
     def sampled(self, account: SlotAccount) -> None:
         """Count a group that was sampled, or given up."""
         again = [f"resampled_groups_{why}" for why in account.resampled]
-        counts = {"sampled_groups": 1, "resampled_groups": int(bool(again))}
+        counts = {
+            "sampled_groups": 1,
+            "resampled_groups": int(bool(again)),
+            "continued_groups": int(bool(account.continued)),
+        }
         self._sampled.update(counts | dict.fromkeys(again, 1))
 
     async def run(
@@ -257,6 +265,9 @@ class SlotPipeline:
             account.received(turns)
             check_completions(request, turns, oldest)
 
+        # A grammar's state is not in the tokens, and experts are those that one engine chose.
+        sampling = request.sampling
+        request = replace(request, with_cuts=not (sampling.grammar or sampling.with_experts))
         work: LeasedWork[tuple[Turn, ...]] = LeasedWork(
             role=GENERATION,
             method="generate",
@@ -268,7 +279,7 @@ class SlotPipeline:
             terms=account.terms,
             gives_up=(DeadlineError,),  # the user wants no longer output
             check=check,
-            on_retry=account.sampled_again,
+            again=_Members(request, account).again,
         )
         with self._in_stage("generating", request.num_samples):
             try:
@@ -322,6 +333,36 @@ def by_length_limit(samples: Samples, policy: str) -> tuple[Samples, Samples]:
         tuple(itertools.compress(samples, chosen)) for chosen in ([not c for c in cut], cut)
     )
     return kept, left_out
+
+
+@dataclass(slots=True, eq=False)
+class _Members:
+    """The outputs of a group while workers sample it and are lost."""
+
+    request: GenerationRequest
+    account: SlotAccount
+    begun: Sequence[Turn] = ()  # what lost workers have sampled of each, up to a cut
+
+    def again(self, reason: Reason, cuts: Sequence[Cut]) -> tuple[GenerationRequest, int]:
+        """The request to the next worker, and the number of outputs that it has to sample.
+
+        All outputs go on from the last cut, the same for those that were short and long. Without a
+        cut, or after a bad answer, all are sampled again: that prefers what is sampled soon.
+        """
+        if reason not in LOSSES:
+            self.begun = ()
+        elif cuts:
+            told = [cut.parts for cut in cuts]
+            if self.begun:
+                told.insert(0, tuple(self.begun))
+            self.begun = [joined(parts) for parts in zip(*told, strict=True)]
+        if self.begun:
+            self.account.went_on(reason)
+        else:
+            self.account.sampled_again(reason)
+        num_ended = sum(turn.is_finished for turn in self.begun)
+        request = replace(self.request, begun=tuple(self.begun))
+        return request, self.request.num_samples - num_ended
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from async_grpo.cluster import handles
 from async_grpo.controller.heartbeat import in_ticks
-from async_grpo.types import EvaluationTerms, Hold, Turn, WeightsVersion, WorkerInfo
+from async_grpo.types import (
+    Cut,
+    EvaluationTerms,
+    Hold,
+    RequestPulse,
+    Turn,
+    WeightsVersion,
+    WorkerInfo,
+)
 from async_grpo.util.errors import LeaseLost, LossCause, ProcessLostError, WorkerError
 
 if TYPE_CHECKING:
@@ -44,7 +52,8 @@ class Lease:
     handle: WorkerHandle
     cost: float
     fence: Fence  # called when the worker's process has died
-    num_tokens: int = 0  # of the answer under way, by the worker's latest pulse
+    num_tokens: int = 0  # of the answer under way and in no cut, by the worker's latest pulse
+    cuts: list[Cut] = field(default_factory=list)  # of the answer, from the first on
     # Gets the turns that the worker itself requests under this lease.
     received: Callable[[Sequence[Turn]], None] = lambda turns: None
     terms: EvaluationTerms | None = None  # of the evaluation that it is for
@@ -106,6 +115,13 @@ class Lease:
         finally:
             task.cancel()
             task.add_done_callback(_forget)
+
+    def heard(self, pulse: RequestPulse) -> None:
+        """Take the worker's news of the answer. What a missed pulse has told is not known."""
+        self.num_tokens = pulse.num_tokens
+        if pulse.cut and pulse.cut.number == len(self.cuts):
+            self.cuts.append(pulse.cut)
+            self.num_tokens = 0
 
     def check(self) -> None:
         """Raise `LeaseLost` when the lease has ended."""

@@ -323,6 +323,14 @@ class WorkerRegistry:
             lease.end()
             self._line.serve()
 
+    def _shrink(self, lease: Lease) -> None:
+        """Others may have the places of outputs that have ended."""
+        if lease.cuts:
+            num_open = sum(not part.is_finished for part in lease.cuts[-1].parts)
+            freed = max(lease.cost - num_open, 0)  # an evaluation's may cost nothing
+            lease.cost -= freed
+            self._balancer.release(lease.worker_id, freed)
+
     def _end_leases(
         self, member: Member, lease_ids: Collection[int], cause: LossCause, reason: str
     ) -> int:
@@ -382,8 +390,9 @@ class WorkerRegistry:
         member.watch.keep(member.leases)
         self.num_tokens += member.watch.heard(pulse, seconds=self._ping_interval_s)
         for lease_id, request in (pulse.requests or {}).items():
-            if lease_id in member.leases:
-                member.leases[lease_id].num_tokens = request.num_tokens
+            if lease := member.leases.get(lease_id):
+                lease.heard(request)
+                self._shrink(lease)
         for lease_id, reason in member.watch.dead().items():
             reason = f"stalled: {reason} (--stall-timeout-s)"
             self._end_leases(member, (lease_id,), LossCause.STALLED, reason)

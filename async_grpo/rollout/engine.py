@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -25,15 +25,19 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.exceptions import VLLMValidationError
 from vllm.inputs import tokens_input
+from vllm.lora.request import LoRARequest
+from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+from vllm.v1.engine.output_processor import RequestState
 
 from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.rollout import vllm_requests, weights_update
 from async_grpo.rollout.engine_adapters import Adapters, InUse
 from async_grpo.rollout.engine_args import USAGE, engine_args
 from async_grpo.types import (
+    Cut,
     Experts,
     GenerationRequest,
     Pulse,
@@ -41,6 +45,7 @@ from async_grpo.types import (
     WeightsSnapshot,
     WeightsVersion,
 )
+from async_grpo.types.samples import joined
 from async_grpo.types.snapshots import NUM_ROWS
 from async_grpo.util import deadlines
 from async_grpo.util.errors import WeightSyncError, WorkerError
@@ -50,15 +55,8 @@ from async_grpo.weight_sync.update_checks import pack_samples
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
+CUT_S = 1.0  # of the engine's next step, which sends a cut; a longer one has none
 UNPUBLISHED = "default"  # vLLM's name for the weights it read from the folder
-
-
-@dataclass(frozen=True, slots=True)
-class _Running:
-    """A request without an answer yet."""
-
-    lease_id: int
-    began_at: float  # by the monotonic clock
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,7 +89,7 @@ class Engine:
         # None: weights replace the model's.
         self._adapters = Adapters(self._llm) if lora else None
         self._request_ids = itertools.count()
-        self._running: dict[str, _Running] = {}  # by vLLM's id of the request
+        self._running = set[vllm_requests.InFlight]()
         self._staging = weights_update.StagedWeights()
         self._delay = weights_update.UpdateDelay(max_num_seqs=self.max_num_seqs)
         model_config = self._llm.model_config
@@ -160,27 +158,62 @@ class Engine:
             EngineBrokenError: the engine died.
         """
         self._check_length(request)
-        request_id = str(next(self._request_ids))
-        prompt = tokens_input(request.input_token_ids.tolist())
-        running = self._running[request_id] = _Running(request.lease_id, time.monotonic())
+        running = vllm_requests.InFlight(request, next(self._request_ids))
+        self._running.add(running)
         try:
-            with _alive(), self._adapter_in_use() as (adapter, version):
-                answers = self._llm.generate(
-                    prompt,
-                    vllm_requests.sampling_params(request),
-                    request_id,
-                    lora_request=adapter,
-                    priority=request.priority,
-                )
-                *_, final = [output async for output in answers]
+            with _alive(), self._adapter_in_use() as (adapter, running.version):
+                outputs = await self._outputs(running, adapter)
         except VLLMValidationError as error:
             raise vllm_requests.no_grammar(error) from error
         except (EngineGenerateError, ValueError) as error:
             raise WorkerError(f"vLLM refused question {request.ordinal}: {error}") from error
         finally:
-            del self._running[request_id]
+            self._running.remove(running)
         self._delay.ended(began_at=running.began_at)
-        return tuple(vllm_requests.read_completion(output, version) for output in final.outputs)
+        turns = dict(enumerate(request.begun))
+        for index, output in outputs.items():
+            turn = vllm_requests.read_completion(output, running.version)
+            turns[index] = joined([turns[index], turn]) if index in turns else turn
+        return tuple(turns[index] for index in range(request.num_samples))
+
+    async def _outputs(
+        self, running: vllm_requests.InFlight, adapter: LoRARequest | None
+    ) -> Mapping[int, CompletionOutput]:
+        """Those of a group, which vLLM keeps together, or each that goes on; by index."""
+        request = running.request
+        prompt = request.input_token_ids.tolist()
+        if not request.begun:
+            final = await self._answer(running, prompt, adapter)
+            return dict(enumerate(final.outputs))
+
+        async def go_on(index: int) -> None:
+            ids = prompt + request.begun[index].token_ids.tolist()
+            (running.ended[index],) = (await self._answer(running, ids, adapter, index)).outputs
+
+        tasks = [asyncio.create_task(go_on(index)) for index in running.names]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+        return running.ended
+
+    async def _answer(
+        self,
+        running: vllm_requests.InFlight,
+        ids: list[int],
+        adapter: LoRARequest | None,
+        index: int | None = None,
+    ) -> RequestOutput:
+        answers = self._llm.generate(
+            tokens_input(ids),
+            vllm_requests.sampling_params(running.request, index),
+            running.names[index or 0],
+            lora_request=adapter,
+            priority=running.request.priority,
+        )
+        *_, final = [output async for output in answers]
+        return final
 
     def _adapter_in_use(self) -> AbstractContextManager[InUse]:
         return self._adapters.in_use() if self._adapters else contextlib.nullcontext((None, None))
@@ -253,7 +286,7 @@ class Engine:
 
     async def _wait_for_ends(self) -> None:
         states = self._llm.output_processor.request_states
-        began = [running.began_at for running in self._running.values()]
+        began = [running.began_at for running in self._running]
         await self._delay.wait(began, lambda: len(states))
 
     async def devices(self) -> tuple[str, ...]:
@@ -383,23 +416,47 @@ class Engine:
 
     async def abort(self) -> None:
         """End every running request; the callers get the tokens so far, marked `abort`."""
-        await self._llm.abort(list(self._running))
+        names = chain.from_iterable(running.names.values() for running in self._running)
+        await self._llm.abort([*names])
 
     async def pulse(self) -> Pulse:
-        """The version served, and the tokens of each request, as the engine's process reports.
+        """The version served, the tokens of each request and what it has sampled since the last.
 
         Raises:
             EngineBrokenError: the process has died.
         """
+        vllm, core = self._llm.output_processor, self._llm.engine_core
         with _alive():
             version = await self._llm.get_weight_version()
-            made, num_tokens, running = await self._llm.engine_core.call_utility_async("scheduler")
-        names = self._llm.output_processor.external_req_ids
-        sequences = [(it.lease_id, names.get(name, ())) for name, it in self._running.items()]
+            before = {it: it.sequences(vllm) for it in self._running}
+            cuts = any(it.request.with_cuts for it in before)
+            made, num_tokens, running = await core.call_utility_async("scheduler", cuts)
+        names = vllm.external_req_ids
+        sequences = [
+            (it.request.lease_id, [*chain(*(names.get(each, ()) for each in it.names.values()))])
+            for it in self._running
+        ]
         requests = vllm_requests.request_pulses(
             sequences, num_tokens=num_tokens, running=set(running)
         )
+        for it in before.keys() & self._running if cuts else ():
+            if it.request.with_cuts and (cut := await _cut(it, before[it], num_tokens)):
+                lease_id = it.request.lease_id
+                requests[lease_id] = requests[lease_id]._replace(cut=cut)
         return Pulse("none" if version == UNPUBLISHED else version, made, requests)
+
+
+async def _cut(
+    running: vllm_requests.InFlight,
+    sequences: Mapping[int, RequestState],
+    num_tokens: Mapping[str, int],
+) -> Cut | None:
+    """What the request has sampled up to the cut, which the engine's next step sends."""
+    for _ in range(int(CUT_S / weights_update.POLL_INTERVAL_S)):
+        if cut := running.cut(sequences, num_tokens):
+            return cut
+        await asyncio.sleep(weights_update.POLL_INTERVAL_S)
+    return None  # the next one tells it all
 
 
 @contextlib.contextmanager

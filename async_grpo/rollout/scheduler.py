@@ -1,9 +1,10 @@
 """A subclass of vLLM's scheduler that sends a sequence once, and can keep its KV cache.
 
 consumes      the outputs of each engine step: one token of each of hundreds of sequences
-produces      whole sequences when they end; partial ones before a pause; token counts on request
+produces      whole sequences when they end; partial ones before a pause or for a cut; token counts
+              on request
 waits for     nothing
-unblocked by  a sequence's end, or a pause
+unblocked by  a sequence's end, a pause, or a request
 
 Nothing reads a training sample before it is complete, but vLLM would serialise and send each token
 in a message. A message has one weight version, so a pause, after which the version may change,
@@ -59,18 +60,21 @@ class WholeOutputs(Mixin):
         super().__init__(**arguments)
         self._held: dict[str, _Held] = {}
         self._num_tokens = 0
+        self._is_cut = False
 
-    def __call__(self) -> tuple[int, dict[str, int], list[str]]:
+    def __call__(self, cuts: bool = False) -> tuple[int, dict[str, int], list[str]]:
         """Tokens sampled so far, tokens of each unfinished sequence, and which of these run.
 
-        vLLM's front end can call any attribute of the engine core by name, such as the scheduler,
-        so this needs no message type.
+        `cuts`: all of these tokens are sent, after the engine's next step at the latest. vLLM's
+        front end can call any attribute of the engine core by name, such as the scheduler, so this
+        needs no message type.
         """
+        self._is_cut |= cuts
         num_tokens = {name: request.num_output_tokens for name, request in self.requests.items()}
         return self._num_tokens, num_tokens, [request.request_id for request in self.running]
 
     def has_requests(self) -> bool:
-        """A pause waits for the step that sends what is held."""
+        """A pause, or a cut, waits for the step that sends what is held."""
         return super().has_requests() or self._is_to_send
 
     def update_from_output(
@@ -98,7 +102,7 @@ class WholeOutputs(Mixin):
 
     @property
     def _is_to_send(self) -> bool:
-        return bool(self._held) and self.pause_state == PauseState.PAUSED_ALL
+        return bool(self._held) and (self._is_cut or self.pause_state == PauseState.PAUSED_ALL)
 
     def _hold_or_send(self, client: int, output: EngineCoreOutput) -> EngineCoreOutput | None:
         name, may_wait = output.request_id, self._may_wait(output)
@@ -124,6 +128,7 @@ class WholeOutputs(Mixin):
             message = messages.setdefault(held.client, EngineCoreOutputs())
             message.outputs.append(held.whole(held.first))
         self._held.clear()
+        self._is_cut = False
 
 
 @dataclass(slots=True)

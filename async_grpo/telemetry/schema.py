@@ -174,6 +174,11 @@ class Pipeline:
     """share (0 to 1) of groups that were sampled again, whole, as what sampled them was lost: a
     selection, for what had been sampled before is not trained; by cause as
     `perc_resampled_groups_<why>`"""
+    perc_continued_groups = quotient(
+        "continued_groups", "sampled_groups", "fraction", "Groups gone on with"
+    )
+    """share (0 to 1) of groups whose engine was lost, and with all of which another one went on
+    from the tokens that they had"""
     avg_lag = quotient("lag_sum", "sampled_samples", "batches", "Mean lag")
     """age of a sample's oldest token, in versions of the weights"""
     avg_token_lag = quotient("token_lag_sum", "output_tokens", "batches", "Mean lag of a token")

@@ -79,6 +79,7 @@ from async_grpo.types.training import (
     token_weight,
 )
 from async_grpo.types.worker_info import (
+    Cut,
     Pulse,
     RequestPulse,
     Rewards,

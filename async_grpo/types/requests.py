@@ -23,7 +23,11 @@ PayloadKind = Literal["topk", "hidden", "logits"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GenerationRequest(Message):
-    """Asks a generation worker for `num_samples` outputs, which share the prompt's KV cache."""
+    """Asks a generation worker for `num_samples` outputs, which share the prompt's KV cache.
+
+    `begun`: a turn of each, with what lost workers had sampled of it up to a cut. Outputs that were
+    finished come back as they are, the others with these tokens first.
+    """
 
     ordinal: int
     attempt: int
@@ -33,6 +37,8 @@ class GenerationRequest(Message):
     seed: int | None = None  # None: the engine's random state, which is faster
     lease_id: int = 0  # the request's key in the worker's pulse
     priority: int = 0  # the engine decodes lower ones first: an evaluation has 1
+    begun: tuple[Turn, ...] = ()
+    with_cuts: bool = False  # the worker's pulses tell what the outputs have so far
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any, Literal
 
 import numpy as np
@@ -15,8 +16,9 @@ from numpy.typing import NDArray
 from async_grpo.types.message import Message
 from async_grpo.types.snapshots import Experts, VersionSpan
 
-# length: at the run's longest output; max_tokens: at a shorter one that an environment asked for.
-FinishReason = Literal["stop", "length", "max_tokens", "abort"]
+# length: at the run's longest output; max_tokens: at a shorter one that an environment asked for;
+# unfinished: of a part, more follows.
+FinishReason = Literal["stop", "length", "max_tokens", "abort", "unfinished"]
 VerdictStatus = Literal["scored", "unscorable", "error"]
 Arrays = Mapping[str, NDArray[np.generic]]  # [L, ...] of one row; bfloat16 as its bits
 FailureCause = Literal["", "exception", "connection", "overrun", "end", "lost"]
@@ -105,6 +107,34 @@ class Turn(Message):
             finish_reason="stop",
             text=text,
         )
+
+    @property
+    def is_finished(self) -> bool:
+        return self.finish_reason != "unfinished"
+
+
+def joined(parts: Sequence[Turn]) -> Turn:
+    """The output whose tokens arrived in parts; all but those of tokens is as in the last one.
+
+    >>> from async_grpo.types import WeightsVersion
+    >>> ids, spans = np.array([7, 8], np.int32), (VersionSpan(WeightsVersion(0, 3), 0, 2),)
+    >>> part = Turn(ids, -ids.astype(np.float32), spans, "stop", "")
+    >>> whole = joined([part, part.stopped(1, text="")])
+    >>> whole.token_ids.tolist(), [(span.start, span.stop) for span in whole.weights_versions]
+    ([7, 8, 7], [(0, 2), (2, 3)])
+    """
+    ends = accumulate((len(part.token_ids) for part in parts), initial=0)
+    spans = (
+        VersionSpan(span.version, begin + span.start, begin + span.stop)
+        for begin, part in zip(ends, parts, strict=False)
+        for span in part.weights_versions
+    )
+    return replace(
+        parts[-1],
+        token_ids=np.concatenate([part.token_ids for part in parts]),
+        logprobs=np.concatenate([part.logprobs for part in parts]),
+        weights_versions=tuple(spans),
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

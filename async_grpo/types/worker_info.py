@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from async_grpo.types.samples import Turn
 from async_grpo.util.deadlines import LEASE_S
 from async_grpo.util.errors import ConfigError
 
@@ -62,11 +63,23 @@ def confinement_in_words(confinement: Mapping[str, str]) -> str:
     )
 
 
+class Cut(NamedTuple):
+    """What each output of a request has sampled since the last cut, up to one step of the engine.
+
+    Nothing of it depends on which outputs end first. So after the loss of the worker others can go
+    on from a cut, where to keep only finished outputs would prefer short ones.
+    """
+
+    number: int  # of the request's cuts: 0, 1, ...
+    parts: tuple[Turn, ...]
+
+
 class RequestPulse(NamedTuple):
     """The progress of a worker with the request of one lease."""
 
     num_tokens: int  # of its unfinished sequences
     is_waiting: bool  # none of its sequences runs, and some wait in the worker's queue
+    cut: Cut | None = None
 
 
 class Pulse(NamedTuple):

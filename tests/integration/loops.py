@@ -34,6 +34,7 @@ def begins_with_a_digit(sample, **kwargs):
 # No adapter gives one; no group was replaced.
 # In runs without judges, too.
 WITHOUT_POPULATION = {"avg_format_reward", "avg_replaced_reward", "perc_timed_out_samples"} | {
+    "perc_continued_groups",
     "perc_resampled_groups",  # of what was sampled since the step before: nothing, of a run ahead
     "judge_answers",
     "judge_tokens",

@@ -108,6 +108,7 @@ def make_request(
     stop=(STOP,),
     lease_id=0,
     grammar="",
+    **options,
 ):
     contract = SamplingContract(TEMPERATURE, stop, max_tokens, grammar=grammar)
-    return GenerationRequest(0, 0, prompt, num_samples, contract, seed, lease_id)
+    return GenerationRequest(0, 0, prompt, num_samples, contract, seed, lease_id, **options)

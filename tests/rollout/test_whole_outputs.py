@@ -31,7 +31,9 @@ class Scripted:
 
     def add(self, name, kind=RequestOutputKind.FINAL_ONLY, logprobs=0):
         self.requests[name] = SimpleNamespace(
-            request_id=name, sampling_params=SamplingParams(output_kind=kind, logprobs=logprobs)
+            request_id=name,
+            sampling_params=SamplingParams(output_kind=kind, logprobs=logprobs),
+            num_output_tokens=0,
         )
 
     def has_requests(self):
@@ -119,6 +121,7 @@ STEPS = st.lists(
             unique_by=lambda each: each[0],
         ),
         st.just("update"),
+        st.just("cut"),
         st.integers(0, 5).map(lambda number: ("abort", str(number))),
     ),
     max_size=30,
@@ -133,6 +136,10 @@ def test_all_that_was_sampled_is_sent_once_in_order_under_its_version(history):
     for event in history:
         if event == "update":
             run.update()
+        elif event == "cut":
+            run.scheduler(cuts=True)
+            run.step()
+            assert all(run.sent[name] == run.sampled[name] for name in run.scheduler.requests)
         elif isinstance(event, tuple):
             (gone,) = run.scheduler.finish_requests([event[1]], None) or [None]
             run.aborted |= {event[1]} if gone else set()

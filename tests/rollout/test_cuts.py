@@ -1,0 +1,101 @@
+"""A real engine tells, while it samples, what all outputs have; another goes on from there."""
+
+import asyncio
+import dataclasses
+
+import numpy as np
+import pytest
+from engine_stack import FIRST, LONG_PROMPT, SECOND, STOP, TOLERANCE, fetch, make_request
+
+from async_grpo.types.samples import joined
+
+pytestmark = pytest.mark.integration
+PROMPT = LONG_PROMPT[:40]
+LEASE = 5
+MAX_TOKENS = 160
+
+
+async def told(engine, request, *, update=None):
+    """The cuts of a request while it runs, with new weights between two of them, and its answer."""
+    answering = asyncio.create_task(engine.generate(request))
+    cuts = []
+    while not answering.done():
+        pulse = await engine.pulse()
+        if (own := (pulse.requests or {}).get(LEASE)) and own.cut:
+            cuts.append(own.cut)
+            if update and len(cuts) == 2:
+                await update()
+    return cuts, await answering
+
+
+def so_far(cuts):
+    return [joined(parts) for parts in zip(*(cut.parts for cut in cuts), strict=True)]
+
+
+def check_prefix(turn, whole):
+    length = len(turn.token_ids)
+    assert turn.token_ids.tolist() == whole.token_ids[:length].tolist()
+    assert turn.logprobs.tolist() == whole.logprobs[:length].tolist()
+    for part in (turn, whole):
+        assert [span.stop for span in part.weights_versions][-1:] == [len(part.token_ids)] or (
+            not len(part.token_ids)
+        )
+    assert versions(turn) == versions(whole)[:length]
+    if turn.is_finished:
+        assert (turn.finish_reason, length) == (whole.finish_reason, len(whole.token_ids))
+
+
+def versions(turn):
+    return [span.version for span in turn.weights_versions for _ in range(span.start, span.stop)]
+
+
+def test_cuts_tell_every_token_once_with_its_version_up_to_one_step_of_the_engine(stack):
+    stack.serve(FIRST)
+    request = make_request(
+        prompt=PROMPT, num_samples=6, max_tokens=MAX_TOKENS, lease_id=LEASE, with_cuts=True
+    )
+    snapshot = stack.snapshot(SECOND)
+
+    async def update():
+        await stack.engine.load(snapshot, fetch)
+
+    cuts, answer = stack.run(told(stack.engine, request, update=update))
+    assert [cut.number for cut in cuts] == list(range(len(cuts)))
+    assert len(cuts) >= 4
+    for number in range(1, len(cuts) + 1):
+        turns = so_far(cuts[:number])
+        for turn, whole in zip(turns, answer, strict=True):
+            check_prefix(turn, whole)
+        # Each began a few steps of the engine after the first; since then all have had every step.
+        steps = {
+            len(turn.token_ids) - len(first.token_ids)
+            for turn, first in zip(turns, so_far(cuts[:1]), strict=True)
+            if not turn.is_finished
+        }
+        assert len(steps) <= 1
+    assert {FIRST, SECOND} == {version for turn in answer for version in versions(turn)}
+
+
+def test_another_worker_goes_on_from_a_cut_as_if_it_had_sampled_all(stack):
+    stack.serve(FIRST)
+    request = make_request(
+        prompt=PROMPT, num_samples=6, max_tokens=MAX_TOKENS, lease_id=LEASE, with_cuts=True
+    )
+    cuts, _ = stack.run(told(stack.engine, request))
+    begun = so_far(cuts[: len(cuts) // 2])
+    # One that had ended, whatever the random numbers were.
+    begun[3] = dataclasses.replace(begun[3], finish_reason="stop")
+    request = dataclasses.replace(request, begun=tuple(begun))
+    further, answer = stack.run(told(stack.engine, request))
+    assert further
+    for turn, parts, whole in zip(begun, so_far(further), answer, strict=True):
+        check_prefix(turn, whole)
+        check_prefix(joined([turn, parts]), whole)
+        assert whole.finish_reason in ("stop", "length")
+        assert len(whole.token_ids) <= MAX_TOKENS
+        assert (whole.finish_reason == "stop") >= (whole.token_ids[-1] == STOP)
+        assert stack.error_of(whole, FIRST, prompt=PROMPT) < TOLERANCE
+    assert answer[3].token_ids.tolist() == begun[3].token_ids.tolist()
+    assert np.mean([len(turn.token_ids) for turn in answer]) > np.mean(
+        [len(turn.token_ids) for turn in begun]
+    )
