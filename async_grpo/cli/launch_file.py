@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -194,7 +194,7 @@ def _train(run: LocalRun) -> None:
     with contextlib.ExitStack() as stack:
         beside = run_processes.CheckBeside(run, command=run_processes.COMMAND, say=logger.warning)
         stack.enter_context(beside)
-        environment, heads = stack.enter_context(run_processes.cluster_of(run, watched=(beside,)))
+        environment, heads = stack.enter_context(run_processes.cluster_of(run))
         nodes = _nodes(run) if run.ray_address else (HERE,)
         found = dispatches(run, nodes)
         workers_too = f"workers ({in_words(run, found)}) and " if found else ""
@@ -211,7 +211,7 @@ def _train(run: LocalRun) -> None:
             )
             stack.enter_context(worker)
             workers.append(worker)
-        # Start it without waiting: it waits for workers itself, after seconds of imports.
+        # All start at once: seconds of imports pass before one waits for Ray or the others.
         trainer = ChildProcess(
             "the trainer",
             [*run_processes.COMMAND, *run.train_words],
@@ -221,18 +221,22 @@ def _train(run: LocalRun) -> None:
             stop_timeout_s=deadlines.TRAINER_ENDED_S,
         )
         stack.enter_context(trainer)
-        code, failure = _outcome(trainer, workers, heads)
+        code, failure = _outcome(trainer, workers, heads, environment)
     if code:  # after a stopped trainer has saved its checkpoint
         click.echo(f"error: {failure}; {how_to_go_on(run)}", err=True)
         sys.exit(code)
 
 
 def _outcome(
-    trainer: ChildProcess, workers: Sequence[Watched], heads: Sequence[ChildProcess]
+    trainer: ChildProcess,
+    workers: Sequence[Watched],
+    heads: Sequence[ChildProcess],
+    environment: Mapping[str, str],
 ) -> tuple[int, str]:
     """The run's exit code, and the error that has ended it where that is not 0."""
     code, failure = EXIT_ERROR, ""
     try:
+        run_processes.until_ready(heads, environment, watched=workers)
         code = trainer.exit_code(watched=workers)
         failure = trainer.failure if code else ""
     except WorkerError as error:

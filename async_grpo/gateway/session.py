@@ -19,6 +19,7 @@ from async_grpo.environments.chat.find import find_renderer, find_tokenizer
 from async_grpo.environments.chat.messages import Dialogue, Tokenizer, ToolSpec
 from async_grpo.gateway.wire import Refused
 from async_grpo.types import GenerationRequest, SamplingContract, Turn
+from async_grpo.types.samples import joined
 
 MAX_TURNS = 1000
 TOO_LONG = "context_length_exceeded"
@@ -154,7 +155,7 @@ class Session:
         whole: Turn | None = None
         async with aclosing(self.sampler.sample(request)) as pieces:  # type: ignore[type-var]
             async for piece in pieces:
-                whole = joined(whole, piece) if whole else piece
+                whole = replace(joined([whole, piece]), text="") if whole else piece
                 if (cut := request.cut(whole)) is not whole:
                     whole = cut
                     break
@@ -181,22 +182,6 @@ def num_chars(values: object) -> int:
     if isinstance(values, dict | list):
         return sum(map(num_chars, values.values() if isinstance(values, dict) else values))
     return len(values) if isinstance(values, str) else 0
-
-
-def joined(before: Turn, piece: Turn) -> Turn:
-    """One turn of the two."""
-    start = len(before.token_ids)
-    spans = [
-        span._replace(start=start + span.start, stop=start + span.stop)
-        for span in piece.weights_versions
-    ]
-    return replace(
-        piece,
-        token_ids=np.concatenate([before.token_ids, piece.token_ids]),
-        logprobs=np.concatenate([before.logprobs, piece.logprobs]),
-        weights_versions=(*before.weights_versions, *spans),
-        text="",
-    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,6 +49,7 @@ from async_grpo.types.samples import joined
 from async_grpo.types.snapshots import NUM_ROWS
 from async_grpo.util import deadlines
 from async_grpo.util.errors import WeightSyncError, WorkerError
+from async_grpo.util.waiting import together
 from async_grpo.weight_sync.buckets import check_whole
 from async_grpo.weight_sync.update_checks import pack_samples
 
@@ -190,12 +191,7 @@ class Engine:
             ids = prompt + request.begun[index].token_ids.tolist()
             (running.ended[index],) = (await self._answer(running, ids, adapter, index)).outputs
 
-        tasks = [asyncio.create_task(go_on(index)) for index in running.names]
-        try:
-            await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
+        await together(map(go_on, running.names), name="go-on")
         return running.ended
 
     async def _answer(
