@@ -85,6 +85,7 @@ class LeasedWork(Generic[T]):
     on_retry: Callable[[Reason], None] = lambda reason: None
     # (request, cost) of the next try, given the cuts of the answer that failed; None: as before.
     again: Callable[[Reason, Sequence[Cut]], tuple[object, float]] | None = None
+    told: Callable[[Sequence[Cut]], None] = lambda cuts: None  # gets the cuts of the answer so far
     received: Callable[[Sequence[Turn]], None] = lambda turns: None  # gets turns of its episodes
 
     @property
@@ -132,7 +133,7 @@ class LeasedWorkers:
                     async with turn, self._lease(work) as lease:
                         if self.outages.is_open(work.dataset_type):
                             continue  # the outage began while it waited for the lease
-                        asked, cuts = lease.worker_id, lease.cuts
+                        asked, cuts, lease.told = lease.worker_id, lease.cuts, work.told
                         answer: Any = await lease.call(
                             work.method,
                             work.request,

@@ -13,9 +13,9 @@ import itertools
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 from functools import partial
 
 from async_grpo.batching.admission import StepKey
@@ -24,19 +24,17 @@ from async_grpo.batching.failures import (
     Requests,
     SlotFailed,
     Verdicts,
-    WorkProgress,
     require_graded,
 )
 from async_grpo.batching.leased_work import (
     AFTER_LOSS_S,
-    LOSSES,
     LeasedWork,
     LeasedWorkers,
-    Reason,
     check_completions,
     check_episodes,
 )
 from async_grpo.batching.ledger import SlotAccount
+from async_grpo.batching.losses import Members, Replays
 from async_grpo.batching.records import BatcherPlan, RegistryOf
 from async_grpo.batching.rounds import StepGroups
 from async_grpo.batching.scoring import SampleScoring
@@ -44,10 +42,9 @@ from async_grpo.batching.statistics import StageClock
 from async_grpo.batching.supervised import reference_of, without_references
 from async_grpo.batching.teachers import PayloadBuffer, Teachers
 from async_grpo.config.roles import ENVIRONMENT, GENERATION, VERIFIER
-from async_grpo.environments.base import EpisodeFailed, FailureClass
-from async_grpo.environments.causes import Cause, Next, decide
+from async_grpo.environments.base import EpisodeFailed
+from async_grpo.environments.causes import Cause
 from async_grpo.types import (
-    Cut,
     Episode,
     EpisodesRequest,
     GenerationRequest,
@@ -61,10 +58,8 @@ from async_grpo.types import (
     Sample,
     ServiceRequest,
     Turn,
-    VerificationRequest,
     WeightsVersion,
 )
-from async_grpo.types.samples import joined
 from async_grpo.util.errors import ConfigError, DeadlineError, NoWorkerError
 
 LENGTH_LIMIT = "length limit"  # reason of what --length-limit-policy leaves out
@@ -199,18 +194,14 @@ class SlotPipeline:
         if asked := self._plan.episodes_request(question, request, oldest, of_set):
             episodes, verdicts = await self._play_elsewhere(asked, account)
         else:
-            turns = await self._generate(request, oldest, account)
-            episodes = tuple(Episode.of_turn(question.input_token_ids, turn) for turn in turns)
-            if reference := reference_of(question):
-                episodes, turns = (*episodes, reference[0]), (*turns, reference[1])
-            with self._in_stage("verifying", len(turns)):
-                verdicts = await self.grading.verdicts(
-                    tuple(
-                        VerificationRequest(request.ordinal, index, question, turn)
-                        for index, turn in enumerate(turns)
-                    ),
-                    rewards=rewards,
-                )
+            grade = partial(self.grading.verdicts, rewards=rewards)
+            with closing(Members(request, question, account, grade)) as members:
+                turns = await self._generate(members, oldest)
+                episodes = tuple(Episode.of_turn(question.input_token_ids, turn) for turn in turns)
+                if reference := reference_of(question):
+                    episodes, turns = (*episodes, reference[0]), (*turns, reference[1])
+                with self._in_stage("verifying", len(turns)):
+                    verdicts = await members.verdicts(turns)
         require_graded(verdicts)
         return episodes, verdicts
 
@@ -222,7 +213,7 @@ class SlotPipeline:
             check_episodes(request, played.episodes)
 
         kind, outages = request.question.dataset_type, self.workers.outages
-        replays = _Replays(kind, account, self.workers.progress)
+        replays = Replays(kind, account, self.workers.progress)
         work: LeasedWork[PlayedGroup] = LeasedWork(
             role=ENVIRONMENT,
             method="play",
@@ -256,18 +247,14 @@ class SlotPipeline:
             )
         return played.episodes, played.verdicts
 
-    async def _generate(
-        self, request: GenerationRequest, oldest: WeightsVersion, account: SlotAccount
-    ) -> tuple[Turn, ...]:
-        """`request.num_samples` turns whose tokens come from `oldest` or later weights."""
+    async def _generate(self, members: Members, oldest: WeightsVersion) -> tuple[Turn, ...]:
+        """A turn of each member, whose tokens come from `oldest` or later weights."""
+        request, account = members.request, members.account
 
         def check(turns: tuple[Turn, ...]) -> None:
             account.received(turns)
             check_completions(request, turns, oldest)
 
-        # A grammar's state is not in the tokens, and experts are those that one engine chose.
-        sampling = request.sampling
-        request = replace(request, with_cuts=not (sampling.grammar or sampling.with_experts))
         work: LeasedWork[tuple[Turn, ...]] = LeasedWork(
             role=GENERATION,
             method="generate",
@@ -279,7 +266,8 @@ class SlotPipeline:
             terms=account.terms,
             gives_up=(DeadlineError,),  # the user wants no longer output
             check=check,
-            again=_Members(request, account).again,
+            again=members.again,
+            told=members.told,
         )
         with self._in_stage("generating", request.num_samples):
             try:
@@ -333,66 +321,3 @@ def by_length_limit(samples: Samples, policy: str) -> tuple[Samples, Samples]:
         tuple(itertools.compress(samples, chosen)) for chosen in ([not c for c in cut], cut)
     )
     return kept, left_out
-
-
-@dataclass(slots=True, eq=False)
-class _Members:
-    """The outputs of a group while workers sample it and are lost."""
-
-    request: GenerationRequest
-    account: SlotAccount
-    begun: Sequence[Turn] = ()  # what lost workers have sampled of each, up to a cut
-
-    def again(self, reason: Reason, cuts: Sequence[Cut]) -> tuple[GenerationRequest, int]:
-        """The request to the next worker, and the number of outputs that it has to sample.
-
-        All outputs go on from the last cut, the same for those that were short and long. Without a
-        cut, or after a bad answer, all are sampled again: that prefers what is sampled soon.
-        """
-        if reason not in LOSSES:
-            self.begun = ()
-        elif cuts:
-            told = [cut.parts for cut in cuts]
-            if self.begun:
-                told.insert(0, tuple(self.begun))
-            self.begun = [joined(parts) for parts in zip(*told, strict=True)]
-        if self.begun:
-            self.account.went_on(reason)
-        else:
-            self.account.sampled_again(reason)
-        num_ended = sum(turn.is_finished for turn in self.begun)
-        request = replace(self.request, begun=tuple(self.begun))
-        return request, self.request.num_samples - num_ended
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Replays:
-    """Decides for one group of episodes whether it is played again after a failure."""
-
-    dataset_type: str
-    account: SlotAccount
-    progress: WorkProgress
-    num_tries: Counter[bool] = field(default_factory=Counter)  # by whether a token was sampled
-
-    def failed(self, error: EpisodeFailed) -> None:
-        """Its worker reports a failure; raise `SlotFailed` unless the group is played again."""
-        self.account.played_again(error.again)
-        stage = f"{ENVIRONMENT}: {error.failure}"
-        self._again(error, stage=stage, reason=stage, has_sampled=True)
-
-    def worker_lost(self, reason: str) -> None:
-        """As `failed`, for a worker that can no longer report."""
-        problem = self.progress.problem.reason if self.progress.problem else ""
-        why = EpisodeFailed(FailureClass.ENVIRONMENT, problem, cause=Cause.STATE)
-        has_sampled = self.account.has_sampled
-        self._again(why, stage=ENVIRONMENT, reason=reason, has_sampled=has_sampled)
-
-    def _again(self, failed: EpisodeFailed, *, stage: str, reason: str, has_sampled: bool) -> None:
-        self.num_tries[has_sampled] += 1
-        num_tries = self.num_tries[has_sampled]
-        follows = decide(failed.cause, has_sampled=has_sampled, num_tries=num_tries)
-        if follows not in (Next.GROUP, Next.MEMBER):
-            sentence = f"{failed}: the groups of such episodes are dropped, and counted"
-            self.progress.failed(f"{stage} {self.dataset_type} {failed.place}", sentence)
-            raise SlotFailed(stage, str(failed)) from failed
-        self.account.sampled_again(reason)

@@ -21,6 +21,7 @@ from async_grpo.types import (
     WorkerInfo,
 )
 from async_grpo.util.errors import LeaseLost, LossCause, ProcessLostError, WorkerError
+from async_grpo.util.waiting import forget
 
 if TYPE_CHECKING:
     from async_grpo.cluster.handles import WorkerHandle
@@ -56,6 +57,7 @@ class Lease:
     cuts: list[Cut] = field(default_factory=list)  # of the answer, from the first on
     # Gets the turns that the worker itself requests under this lease.
     received: Callable[[Sequence[Turn]], None] = lambda turns: None
+    told: Callable[[Sequence[Cut]], None] = lambda cuts: None  # gets the cuts after each
     terms: EvaluationTerms | None = None  # of the evaluation that it is for
     # Done when the lease has ended: the loss, or None if it was returned.
     ended: asyncio.Future[LeaseLost | None] = field(
@@ -114,7 +116,7 @@ class Lease:
             return task.result()
         finally:
             task.cancel()
-            task.add_done_callback(_forget)
+            task.add_done_callback(forget)
 
     def heard(self, pulse: RequestPulse) -> None:
         """Take the worker's news of the answer. What a missed pulse has told is not known."""
@@ -122,6 +124,7 @@ class Lease:
         if pulse.cut and pulse.cut.number == len(self.cuts):
             self.cuts.append(pulse.cut)
             self.num_tokens = 0
+            self.told(self.cuts)
 
     def check(self) -> None:
         """Raise `LeaseLost` when the lease has ended."""
@@ -132,12 +135,6 @@ class Lease:
         """The lease is returned, or `lost`."""
         if not self.ended.done():
             self.ended.set_result(lost)
-
-
-def _forget(answer: asyncio.Future[T]) -> None:
-    """Retrieve the error of an answer that is given up: asyncio would log it."""
-    if not answer.cancelled():
-        answer.exception()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

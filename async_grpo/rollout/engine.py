@@ -10,9 +10,10 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Awaitable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from typing import TypeVar
 
@@ -30,7 +31,6 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
-from vllm.v1.engine.output_processor import RequestState
 
 from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.rollout import vllm_requests, weights_update
@@ -415,8 +415,10 @@ class Engine:
         names = chain.from_iterable(running.names.values() for running in self._running)
         await self._llm.abort([*names])
 
-    async def pulse(self) -> Pulse:
+    async def pulse(self, decode: Callable[[Sequence[int]], str] = lambda ids: "") -> Pulse:
         """The version served, the tokens of each request and what it has sampled since the last.
+
+        `decode` gives the text of an output that has ended.
 
         Raises:
             EngineBrokenError: the process has died.
@@ -436,20 +438,17 @@ class Engine:
             sequences, num_tokens=num_tokens, running=set(running)
         )
         for it in before.keys() & self._running if cuts else ():
-            if it.request.with_cuts and (cut := await _cut(it, before[it], num_tokens)):
+            if it.request.with_cuts:
+                cut = await _cut(partial(it.cut, before[it], num_tokens, decode))
                 lease_id = it.request.lease_id
                 requests[lease_id] = requests[lease_id]._replace(cut=cut)
         return Pulse("none" if version == UNPUBLISHED else version, made, requests)
 
 
-async def _cut(
-    running: vllm_requests.InFlight,
-    sequences: Mapping[int, RequestState],
-    num_tokens: Mapping[str, int],
-) -> Cut | None:
-    """What the request has sampled up to the cut, which the engine's next step sends."""
+async def _cut(told: Callable[[], Cut | None]) -> Cut | None:
+    """The cut, once the engine's next step has sent what is in it."""
     for _ in range(int(CUT_S / weights_update.POLL_INTERVAL_S)):
-        if cut := running.cut(sequences, num_tokens):
+        if cut := told():
             return cut
         await asyncio.sleep(weights_update.POLL_INTERVAL_S)
     return None  # the next one tells it all

@@ -13,7 +13,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
@@ -136,7 +136,7 @@ class GenerationWorker:
             return Pulse(str(self._version or "none"))
         if self._answering is None or self._answering.done():
             self._answering = asyncio.create_task(
-                self._alive(self._engine.pulse()), name="pulse-of-engine"
+                self._alive(self._engine.pulse(self._decode)), name="pulse-of-engine"
             )
         spent_s = self._engine.cpu_seconds()
         while not (await asyncio.wait({self._answering}, timeout=ENGINE_POLL_INTERVAL_S))[0]:
@@ -166,6 +166,10 @@ class GenerationWorker:
         return tuple(
             replace(completion, text=text, worker_id=self._worker_id) for completion, text in pairs
         )
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        return text
 
     async def load_weights(self, snapshot: WeightsSnapshot) -> WeightsAck:
         """Serve a snapshot, while requests run; a snapshot that is not newer changes nothing.

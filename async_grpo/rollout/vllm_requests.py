@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -148,6 +148,7 @@ class InFlight:
         self._group: ParentRequest | None = None
         self._num_cuts = 0
         self._num_told = [0] * request.num_samples
+        self._texts: dict[int, str] = {}  # of outputs that have ended
 
     def sequences(self, vllm: OutputProcessor) -> dict[int, RequestState]:
         """Those that are not finished, by index."""
@@ -161,13 +162,17 @@ class InFlight:
         return found
 
     def cut(
-        self, sequences: Mapping[int, RequestState], num_tokens: Mapping[str, int]
+        self,
+        sequences: Mapping[int, RequestState],
+        num_tokens: Mapping[str, int],
+        decode: Callable[[Sequence[int]], str],
     ) -> Cut | None:
         """What has come since the last cut; None while some of it is on its way from the core.
 
         Args:
             sequences: those that were unfinished before the core was asked for the cut.
             num_tokens: sampled of each sequence that the core had then.
+            decode: gives the text of an output that has ended.
         """
         parts, lengths = [], []
         for index in range(self.request.num_samples):
@@ -182,7 +187,12 @@ class InFlight:
                 return None
             lengths.append(len(output.token_ids) if length is None else length)
             part = _part(output, self._num_told[index], lengths[-1], self.version)
-            parts.append(part if length is None else replace(part, finish_reason="unfinished"))
+            if length is not None:
+                part = replace(part, finish_reason="unfinished")
+            elif index not in self._texts:
+                before = self.request.begun[index].token_ids.tolist() if self.request.begun else []
+                self._texts[index] = decode([*before, *output.token_ids])
+            parts.append(replace(part, text=self._texts.get(index, "")))
         self._num_told = lengths
         self._num_cuts += 1
         return Cut(self._num_cuts - 1, tuple(parts))

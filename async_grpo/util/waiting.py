@@ -68,6 +68,12 @@ async def together(work: Iterable[Coroutine[object, object, T]], *, name: str) -
             task.cancel()
 
 
+def forget(answer: asyncio.Future[T]) -> None:
+    """Retrieve the error of an answer that is given up: asyncio would log it."""
+    if not answer.cancelled():
+        answer.exception()
+
+
 def in_background(work: Callable[[], T], *, name: str) -> Future[T]:
     """Run `work` in a daemon thread; its result comes after everything it held is released.
 

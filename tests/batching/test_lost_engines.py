@@ -1,12 +1,14 @@
 """Engines that die at random choose no lengths: what they have sampled goes on elsewhere."""
 
 import asyncio
+import contextlib
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 from scripted import Handle, run
-from staged import OLDEST, REQUEST, Stage, make_books
+from staged import OLDEST, QUESTION, REQUEST, SCORED, Stage, make_books
 
+from async_grpo.batching.losses import Members
 from async_grpo.config.roles import role_of
 from async_grpo.controller.leases import Lease
 from async_grpo.controller.registry import WorkerRegistry
@@ -151,6 +153,7 @@ class Fleet:
         self.stage.pipeline.workers.quarantine.died = lambda slot, weight=1: False
         self.num_deaths = 0
         self.accounts = []
+        self.graded, self.num_late = [], 0
 
     async def _join(self, name):
         engine = Engine(name, self.random, self.tells)
@@ -168,6 +171,21 @@ class Fleet:
             engine.dead.set()
             self.num_deaths += 1
 
+    async def generate(self, request, account):
+        """The turns of one group; its outputs are graded as they end."""
+
+        async def grade(requests):
+            self.graded += requests
+            await asyncio.sleep(0)
+            return SCORED[:1] * len(requests)
+
+        with contextlib.closing(Members(request, QUESTION, account, grade)) as members:
+            turns = await self.stage.pipeline._generate(members, OLDEST)
+            early = len(self.graded)
+            assert len(await members.verdicts(turns)) == len(turns)
+            self.num_late += len(self.graded) - early
+            return turns
+
     async def sample(self, num_groups):
         """The turns of all groups, and the seconds that they took."""
         places = [asyncio.create_task(self._place(number)) for number in range(NUM_ENGINES)]
@@ -180,7 +198,7 @@ class Fleet:
             account = make_books(request)
             self.accounts.append(account)
             async with room:
-                return await self.stage.pipeline._generate(request, OLDEST, account)
+                return await self.generate(request, account)
 
         turns = await asyncio.gather(*(group(number) for number in range(num_groups)))
         for place in places:
@@ -240,7 +258,7 @@ def test_what_a_group_had_at_the_last_cut_is_kept_and_the_rest_counts_as_lost():
         await fleet.registry.publish(WeightsSnapshot(OLDEST, ()), timeout_s=60.0)
         account = make_books(replace(REQUEST, num_samples=GROUP))
         request = replace(REQUEST, num_samples=GROUP, sampling=CONTRACT)
-        asking = asyncio.create_task(fleet.stage.pipeline._generate(request, OLDEST, account))
+        asking = asyncio.create_task(fleet.generate(request, account))
         await asyncio.sleep(0)
         while not first.flights:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
@@ -265,6 +283,11 @@ def test_what_a_group_had_at_the_last_cut_is_kept_and_the_rest_counts_as_lost():
     assert [len(turn.token_ids) for turn in turns] == [
         num + more for num, more in zip(begun, flight.lengths, strict=True)
     ]
+    # Each output was graded once: when it ended, or with the last.
+    assert sorted(len(asked.completion.token_ids) for asked in fleet.graded) == sorted(
+        map(len_of, turns)
+    )
+    assert fleet.num_late < GROUP
     assert dict(account.continued) == {"worker died": 1} and not account.resampled
     assert account.ledger.tokens_in_flight(account.ordinal) == sum(map(len_of, turns))
     assert lost["lost_tokens_died"] == 0  # those since the last pulse are known to nobody

@@ -106,7 +106,7 @@ class Engine:
     async def rename(self, version: WeightsVersion) -> None:
         self._version = version
 
-    async def pulse(self) -> Pulse:
+    async def pulse(self, decode: Callable[[list[int]], str]) -> Pulse:
         return Pulse(str(self._version or "none"))
 
     async def devices(self) -> tuple[str, ...]:

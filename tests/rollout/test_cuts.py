@@ -20,7 +20,7 @@ async def told(engine, request, *, update=None):
     answering = asyncio.create_task(engine.generate(request))
     cuts = []
     while not answering.done():
-        pulse = await engine.pulse()
+        pulse = await engine.pulse(lambda ids: f"{len(ids)} tokens")
         if (own := (pulse.requests or {}).get(LEASE)) and own.cut:
             cuts.append(own.cut)
             if update and len(cuts) == 2:
@@ -42,6 +42,7 @@ def check_prefix(turn, whole):
         )
     assert versions(turn) == versions(whole)[:length]
     if turn.is_finished:
+        assert turn.text == f"{length} tokens"
         assert (turn.finish_reason, length) == (whole.finish_reason, len(whole.token_ids))
 
 
@@ -84,7 +85,8 @@ def test_another_worker_goes_on_from_a_cut_as_if_it_had_sampled_all(stack):
     cuts, _ = stack.run(told(stack.engine, request))
     begun = so_far(cuts[: len(cuts) // 2])
     # One that had ended, whatever the random numbers were.
-    begun[3] = dataclasses.replace(begun[3], finish_reason="stop")
+    ended = f"{len(begun[3].token_ids)} tokens"
+    begun[3] = dataclasses.replace(begun[3], finish_reason="stop", text=ended)
     request = dataclasses.replace(request, begun=tuple(begun))
     further, answer = stack.run(told(stack.engine, request))
     assert further
