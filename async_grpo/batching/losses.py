@@ -30,10 +30,8 @@ class Members:
         account: SlotAccount,
         grade: Callable[[Requests], Coroutine[object, object, Verdicts]],
     ) -> None:
-        # A grammar's state is not in the tokens, and experts are those that one engine chose.
-        sampling = request.sampling
-        with_cuts = not (sampling.grammar or sampling.with_experts)
-        self.request = replace(request, with_cuts=with_cuts)
+        # A grammar's state is not in the tokens.
+        self.request = replace(request, with_cuts=not request.sampling.grammar)
         self.account = account
         self._question = question
         self._grade = grade

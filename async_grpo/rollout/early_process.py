@@ -13,6 +13,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from typing import Any
@@ -85,5 +86,9 @@ def _work(prepare: Callable[[], None], pipe: Connection) -> None:
     except EOFError:  # the worker has ended, or has found that it cannot work
         return
     pipe.close()
+    with suppress(ImportError):  # optional, for vLLM too
+        import setproctitle
+
+        setproctitle.getproctitle()  # it no longer finds the title's memory after what follows
     os.environ.update(environment)
     target(**arguments)

@@ -415,6 +415,11 @@ class Engine:
         names = chain.from_iterable(running.names.values() for running in self._running)
         await self._llm.abort([*names])
 
+    def _tells_cuts(self, request: GenerationRequest) -> bool:
+        """Whether it is asked for them; experts that are replayed are those of one engine."""
+        of_one = self._llm.model_config.is_moe and request.sampling.with_experts
+        return request.with_cuts and not of_one
+
     async def pulse(self, decode: Callable[[Sequence[int]], str] = lambda ids: "") -> Pulse:
         """The version served, the tokens of each request and what it has sampled since the last.
 
@@ -426,9 +431,11 @@ class Engine:
         vllm, core = self._llm.output_processor, self._llm.engine_core
         with _alive():
             version = await self._llm.get_weight_version()
-            before = {it: it.sequences(vllm) for it in self._running}
-            cuts = any(it.request.with_cuts for it in before)
-            made, num_tokens, running = await core.call_utility_async("scheduler", cuts)
+            before = {
+                it: it.sequences(vllm) for it in self._running if self._tells_cuts(it.request)
+            }
+            asked = core.call_utility_async("scheduler", bool(before))
+            made, num_tokens, running = await asked
         names = vllm.external_req_ids
         sequences = [
             (it.request.lease_id, [*chain(*(names.get(each, ()) for each in it.names.values()))])
@@ -437,11 +444,10 @@ class Engine:
         requests = vllm_requests.request_pulses(
             sequences, num_tokens=num_tokens, running=set(running)
         )
-        for it in before.keys() & self._running if cuts else ():
-            if it.request.with_cuts:
-                cut = await _cut(partial(it.cut, before[it], num_tokens, decode))
-                lease_id = it.request.lease_id
-                requests[lease_id] = requests[lease_id]._replace(cut=cut)
+        for it in before.keys() & self._running:
+            cut = await _cut(partial(it.cut, before[it], num_tokens, decode))
+            lease_id = it.request.lease_id
+            requests[lease_id] = requests[lease_id]._replace(cut=cut)
         return Pulse("none" if version == UNPUBLISHED else version, made, requests)
 
 

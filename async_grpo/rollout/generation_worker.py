@@ -134,16 +134,18 @@ class GenerationWorker:
         """The engine's answer, or this worker's while the engine sleeps or loads weights."""
         if self._is_asleep:
             return Pulse(str(self._version or "none"))
-        if self._answering is None or self._answering.done():
+        if self._answering is None:
             self._answering = asyncio.create_task(
                 self._alive(self._engine.pulse(self._decode)), name="pulse-of-engine"
             )
-        spent_s = self._engine.cpu_seconds()
-        while not (await asyncio.wait({self._answering}, timeout=ENGINE_POLL_INTERVAL_S))[0]:
+        answering, spent_s = self._answering, self._engine.cpu_seconds()
+        while not (await asyncio.wait({answering}, timeout=ENGINE_POLL_INTERVAL_S))[0]:
             # A frozen engine spends no CPU time; the deadlines of loading are too long to wait for.
             if self._loading.locked() and self._engine.cpu_seconds() > spent_s:
                 return Pulse(str(self._version or "none"))
-        return self._answering.result()
+        if self._answering is answering:  # what it tells of sequences is told once, and never lost
+            self._answering = None
+        return answering.result()
 
     async def generate(self, request: GenerationRequest) -> tuple[Turn, ...]:
         """Sample one group.

@@ -55,6 +55,9 @@ def test_cuts_tell_every_token_once_with_its_version_up_to_one_step_of_the_engin
     request = make_request(
         prompt=PROMPT, num_samples=6, max_tokens=MAX_TOKENS, lease_id=LEASE, with_cuts=True
     )
+    # As all requests of a run ask, of whose model it is not known that it has no experts.
+    contract = dataclasses.replace(request.sampling, with_experts=True)
+    request = dataclasses.replace(request, sampling=contract)
     snapshot = stack.snapshot(SECOND)
 
     async def update():

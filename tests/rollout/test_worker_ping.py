@@ -28,7 +28,7 @@ class Engine:
         self.spent_s += self.is_working
         return self.spent_s
 
-    async def pulse(self):
+    async def pulse(self, decode):
         self.asked += 1
         await self.moves.wait()
         return Pulse(str(self.serves), 7, {3: RequestPulse(5, is_waiting=False)})
@@ -64,7 +64,7 @@ def test_a_ping_is_answered_after_its_time_by_the_engine_itself():
     async def scenario():
         worker = make_worker(Engine())
         started = time.monotonic()
-        assert await worker.ping(0.2) == Pulse("1.0", 7, {3: (5, False)})
+        assert await worker.ping(0.2) == Pulse("1.0", 7, {3: (5, False, None)})
         assert time.monotonic() - started >= 0.2
         assert (await worker.ping()).serves == "1.0"
 
@@ -101,6 +101,26 @@ def test_a_ping_does_not_wait_for_a_load_that_begins_before_or_after_it():
             worker._version = engine.serves = V1
         engine.moves.set()
         assert (await asyncio.wait_for(worker.ping(), 20)).serves == "1.1"
+
+    asyncio.run(scenario())
+
+
+def test_an_answer_that_comes_while_weights_load_is_told_by_the_next_ping():
+    """The cuts in it are told nowhere else."""
+
+    async def scenario():
+        engine = Engine()
+        worker = make_worker(engine)
+        engine.moves.clear()
+        engine.is_working = True
+        async with worker._loading:
+            assert (await asyncio.wait_for(worker.ping(), 20)).requests is None
+            engine.moves.set()
+            await asyncio.sleep(3 * POLL_S)
+        assert (await worker.ping()).requests == {3: (5, False, None)}
+        assert engine.asked == 1
+        await worker.ping()
+        assert engine.asked == 2
 
     asyncio.run(scenario())
 
