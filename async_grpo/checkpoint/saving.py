@@ -37,6 +37,7 @@ from async_grpo.checkpoint.export import Exports
 from async_grpo.checkpoint.folder import CheckpointFolder
 from async_grpo.checkpoint.reader import Manifest, file_names
 from async_grpo.checkpoint.tensors import Staging, Tensors, save_reference, save_tensors
+from async_grpo.devices.current import use_device
 from async_grpo.training.learner import Learner
 from async_grpo.training.ranks import Absent, Ranks
 from async_grpo.training.schedule import Clocks
@@ -254,6 +255,7 @@ class Checkpoints:
         """Write a checkpoint, in a thread of every rank; logs errors and raises none."""
         temporary: Path | None = None
         try:
+            use_device(self._learner.device)
             temporary = self._ranks.share(
                 lambda: self._folder.begin(cut.batches), group=self._group
             )

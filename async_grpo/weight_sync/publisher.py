@@ -20,6 +20,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from async_grpo.devices.current import use_device
 from async_grpo.types import Stored, WeightsBucket, WeightsDelta, WeightsSnapshot, WeightsVersion
 from async_grpo.util import deadlines
 from async_grpo.util.add_ons import add_on
@@ -77,7 +78,7 @@ class Collector:
         self._is_main = self._alone or dist.get_rank() == 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="agree-on-weights")
         self._stores = ThreadPoolExecutor(
-            NUM_STORE_THREADS, "store-weights", initializer=_use, initargs=(device,)
+            NUM_STORE_THREADS, "store-weights", initializer=use_device, initargs=(device,)
         )
         self._with_deltas = with_deltas
         self._kept: dict[int, NDArray[np.uint8]] = {}  # this rank's bytes of `_since`, by bucket
@@ -211,12 +212,6 @@ class Collector:
         return WeightsSnapshot(
             version, (), tensors=self._plan.tensors, rest_of_folder=self._rest_of_folder
         )
-
-
-def _use(device: torch.device) -> None:
-    """Have a thread use the rank's device, or it would hold memory of the first one."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
 
 
 class Collected:
