@@ -154,7 +154,7 @@ class Checkpoints:
         if self._last.batches >= self._config.batching.num_training_batches:
             return
         best = self._config.best_set
-        is_asked = bool(best) and self._config.evaluates(best, self._last.batches)
+        is_asked = best is not None and self._config.evaluates(best, self._last.batches)
         if is_asked or self._is_due(self._last):
             self._save(self._last, is_asked=is_asked)
 
@@ -228,11 +228,14 @@ class Checkpoints:
         self._report.doing(f"saving the checkpoint after batch {cut.batches}")
         within_s = 0.0 if self._is_owed else deadlines.CHECKPOINT_ROOM_S
         is_busy = self._is_busy(within_s=self._timeout_s if is_asked else within_s)
-        if not self._ranks.agree(int(is_busy)):
+        is_over = is_asked or started - self._saved_at > self._timeout_s
+        found = self._ranks.agree(int(is_busy) * (1 + is_over))  # the worst of any rank
+        if not found:
             tensors = self._staging.copy(self._learner)
             self._saved, self._saved_at, self._is_owed = cut.batches, started, False
             self._running = in_background(lambda: self._write(cut, tensors), name="checkpoint")
-        elif is_asked:
+        elif found > 1:
+            self._is_owed = False
             self._failed(cut, "the one before it is still being written")
         else:
             self._skipped(cut)

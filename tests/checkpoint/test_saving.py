@@ -86,6 +86,25 @@ def test_the_clock_leaves_ten_times_a_save_s_duration_between_two(
     assert (checkpoints._saved == 2) == is_saved
 
 
+def test_a_disk_that_hangs_is_a_failed_checkpoint_once_a_save_s_time_is_over(tmp_path, ranks):
+    learner, counted = trained(tmp_path, ranks, num_steps=1), []
+    report = SimpleNamespace(state=dict, doing=print, spared_checkpoints=frozenset)
+    report.stood_still = lambda name, seconds: None
+    report.checkpoint_failed = lambda: counted.append("failed")
+    report.checkpoint_skipped = lambda: counted.append("skipped")
+    learner.config = learner.config.but(num_training_batches=99)
+    checkpoints = checkpoints_of(learner, ranks, report, lambda batches: {})
+    checkpoints._running = SimpleNamespace(result=raises_timeout, done=lambda: False)
+    for batch, age_s in ((1, 0), (2, 0), (3, 2000), (4, 0)):
+        checkpoints._saved_at -= age_s
+        checkpoints.batch_ended(EndOfStep(batch, 0, True, 2, 9))
+    assert counted == ["skipped", "failed", "failed"]
+
+
+def raises_timeout(within_s):
+    raise TimeoutError
+
+
 def test_what_a_save_may_take_grows_with_the_bytes_that_it_writes(tmp_path, ranks):
     """Policy, two moments and a reference in float32, at 0.2 GB a second at least."""
     learner = trained(tmp_path, ranks, num_steps=1)
