@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 import async_grpo
+from async_grpo.cli.train import _slack_s
 from async_grpo.config.option import option_fields
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.util import deadlines
@@ -60,6 +61,7 @@ WAIT = re.compile(r"(TIMEOUT|SLACK|SILENCE|GRACE|FROZEN|ENDING|LEASE|DEADLINE)[A
         ("RANK_GRACE_S", "RANKS_ENDED_S"),
         ("RANKS_ENDED_S", "TRAINER_ENDED_S"),
         ("TRAINER_ENDED_S", "CHECKPOINT_S"),
+        ("CHECKPOINT_ROOM_S", "RANK_GRACE_S"),  # who is asked to end meanwhile ends in order
         ("TRAINER_ENDED_S", "JOB_ENDED_S"),  # a job saves what it has
     ],
 )
@@ -78,6 +80,15 @@ def test_weights_are_applied_before_the_default_stall():
 
 def test_a_collective_outlasts_what_rank_0_may_wait_for():
     assert deadlines.GROUP_SLACK_S > deadlines.WEIGHTS_APPLIED_S + deadlines.PUBLISH_SLACK_S
+
+
+def test_a_collective_outlasts_the_publication_of_a_large_model_in_float32(tmp_path):
+    num_bytes = 141 * 10**9  # of 70B parameters in bfloat16; a file without blocks on the disk
+    with open(tmp_path / "model.safetensors", "wb") as file:
+        file.truncate(num_bytes)
+    config = TrainConfig(model_name_or_path=str(tmp_path), data_path="d")
+    applied = deadlines.WEIGHTS_APPLIED_S + deadlines.PUBLISH_SLACK_S
+    assert _slack_s(config) > deadlines.for_bytes(applied, 2 * num_bytes)
 
 
 def waits(path):

@@ -100,11 +100,11 @@ def export_hf(
     on rank 0. An older folder at `target` is replaced. Returns, on every rank, the disk's error in
     words; empty without one.
     """
-    tensors = iter_full_tensors(policy, of_adapter=of_adapter)
-    reason = [""]
+    source, reason = Path(source_folder), [""]
+    dtype = None if of_adapter else _stored_dtype(source)
+    tensors = iter_full_tensors(policy, dtype, of_adapter=of_adapter)
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
-            source = Path(source_folder)
             texts = {"README.md": card()} if card else {}
             stored: Named = ((name, tensor.float()) for name, tensor in tensors)
             if of_adapter:
@@ -181,11 +181,18 @@ def write_folder(
 
 def stored_tensors(model: PreTrainedModel, trained: Named, source: Path) -> Named:
     """Parameters, and buffers that a checkpoint has, in the form and type of the source's files."""
-    config = stated_config(source)
-    dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype") or "float32"))
+    dtype = _stored_dtype(source)
     buffers = ((name, each.cpu()) for name, each in stored_buffers(model))
     own = chain(((name, each.to(dtype)) for name, each in trained), buffers)
     return put_back(chain.from_iterable(as_stored(model, *each).items() for each in own), source)
+
+
+def _stored_dtype(source: Path) -> torch.dtype:
+    config = stated_config(source)
+    dtype: torch.dtype = getattr(
+        torch, str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    )
+    return dtype
 
 
 def descriptions(source: Path) -> list[Path]:

@@ -2,7 +2,8 @@
 
 consumes:     the end of a batch: policy, optimizer and counters between two gradient steps
 produces:     checkpoints, which rank 0 commits
-waits for:    the save before this one, up to `deadlines.CHECKPOINT_S`
+waits for:    the save before this one, up to `deadlines.CHECKPOINT_ROOM_S`; the last save and
+              those that evaluations ask for as long as a save may take
 unblocked by: the disk
 
 A save that fails is logged as an error and counted. It does not end the run: the last good
@@ -36,6 +37,7 @@ from async_grpo.checkpoint.export import Exports
 from async_grpo.checkpoint.folder import CheckpointFolder
 from async_grpo.checkpoint.reader import Manifest, file_names
 from async_grpo.checkpoint.tensors import Staging, Tensors, save_reference, save_tensors
+from async_grpo.devices.current import use_device
 from async_grpo.training.learner import Learner
 from async_grpo.training.ranks import Absent, Ranks
 from async_grpo.training.schedule import Clocks
@@ -47,6 +49,7 @@ from async_grpo.util.waiting import in_background, poll
 
 logger = logging.getLogger(__name__)
 
+LEAST_INTERVAL = 10  # between two saves by the clock, in durations of the latest
 T = TypeVar("T")
 Read = Callable[[], Iterable[tuple[str, torch.Tensor]]]
 References = Callable[[int], Mapping[int, Read] | None]
@@ -64,6 +67,7 @@ class RunReport(Protocol):
     def doing(self, what: str) -> None: ...
     def stood_still(self, metric: str, seconds: float) -> None: ...
     def checkpoint_failed(self) -> None: ...
+    def checkpoint_skipped(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,13 +108,18 @@ class Checkpoints:
             keep=config.recording.keep_checkpoints,
             spared=lambda: report.spared_checkpoints() or frozenset(),
         )
-        timeout = timedelta(seconds=deadlines.CHECKPOINT_S)
+        # Float32: policy, two moments, and a reference that has moved.
+        size_bytes = 4 * sum(4 * each.numel() for each in learner.policy.parameters())
+        self._timeout_s = deadlines.for_bytes(deadlines.CHECKPOINT_S, size_bytes)
+        timeout = timedelta(seconds=self._timeout_s)
         # A group for the threads: their collectives must not mix with those of the training loop.
         self._group = dist.new_group(backend="gloo", timeout=timeout)
         self._staging = Staging()
         self._last: _Cut | None = None
         self._saved = -1  # batches in the latest checkpoint that was begun
         self._saved_at = time.monotonic()  # or the run began
+        self._seconds = 0.0  # that the latest save took; each rank's own
+        self._is_owed = False  # a save was left out
         self._running: Future[None] | None = None
         self._committed = -1  # batches in the latest committed checkpoint; rank 0 only
 
@@ -142,20 +151,22 @@ class Checkpoints:
         if not self._config.recording.checkpoint_every_batches:
             return
         self._last = self._cut(end)
-        is_last = self._last.batches >= self._config.batching.num_training_batches
-        if not is_last and self._is_due(self._last):
-            self._save(self._last)
+        if self._last.batches >= self._config.batching.num_training_batches:
+            return
+        best = self._config.best_set
+        is_asked = best is not None and self._config.evaluates(best, self._last.batches)
+        if is_asked or self._is_due(self._last):
+            self._save(self._last, is_asked=is_asked)
 
     def _is_due(self, cut: _Cut) -> bool:
         """Whether a save is due by the number of batches or rank 0's clock; same on all ranks."""
         by_number = cut.batches % self._config.recording.checkpoint_every_batches == 0
-        if found := self._config.best_set:
-            by_number = by_number or self._config.evaluates(found, cut.batches)
         interval_s = 60 * self._config.recording.checkpoint_every_minutes
-        if not interval_s:
-            return by_number
+        if by_number or self._is_owed or not interval_s:
+            return by_number or self._is_owed
+        interval_s = max(interval_s, LEAST_INTERVAL * self._seconds)
         is_late = self._ranks.is_main and time.monotonic() - self._saved_at >= interval_s
-        return bool(self._ranks.agree(int(is_late))) or by_number
+        return bool(self._ranks.agree(int(is_late)))
 
     def save_last(self) -> None:
         """Save at the end of a run that is done or was asked to stop; collective."""
@@ -168,16 +179,19 @@ class Checkpoints:
                 self._last.batches,
             )
             return
-        self._save(self._last)
+        self._save(self._last, is_asked=True)
 
     def wait(self) -> None:
         """Return once the latest save has ended, failed or not, or its deadline has passed."""
-        if self._running is None:
-            return
-        try:
-            self._running.result(deadlines.CHECKPOINT_S)
-        except TimeoutError:
-            logger.error("the checkpoint was not written within %g s", deadlines.CHECKPOINT_S)
+        if self._is_busy(within_s=self._timeout_s):
+            logger.error("the checkpoint was not written within %g s", self._timeout_s)
+
+    def _is_busy(self, *, within_s: float) -> bool:
+        """Whether this rank's thread still writes, after at most so long."""
+        if self._running is not None:
+            with suppress(TimeoutError):
+                self._running.result(within_s)
+        return self._running is not None and not self._running.done()
 
     @property
     def is_complete(self) -> bool:
@@ -208,23 +222,43 @@ class Checkpoints:
         )
         return _Cut(manifest, references)
 
-    def _save(self, cut: _Cut) -> None:
+    def _save(self, cut: _Cut, *, is_asked: bool) -> None:
+        """Begin a save; one that is not `is_asked` waits for the next batch where one runs."""
         started = time.monotonic()
         self._report.doing(f"saving the checkpoint after batch {cut.batches}")
-        self.wait()
-        is_busy = self._running is not None and not self._running.done()
-        if self._ranks.agree(int(is_busy)):
+        within_s = 0.0 if self._is_owed else deadlines.CHECKPOINT_ROOM_S
+        is_busy = self._is_busy(within_s=self._timeout_s if is_asked else within_s)
+        is_over = is_asked or started - self._saved_at > self._timeout_s
+        found = self._ranks.agree(int(is_busy) * (1 + is_over))  # the worst of any rank
+        if not found:
+            tensors = self._staging.copy(self._learner)
+            self._saved, self._saved_at, self._is_owed = cut.batches, started, False
+            self._running = in_background(lambda: self._write(cut, tensors), name="checkpoint")
+        elif found > 1:
+            self._is_owed = False
             self._failed(cut, "the one before it is still being written")
-            return
-        tensors = self._staging.copy(self._learner)
-        self._saved, self._saved_at = cut.batches, started
-        self._running = in_background(lambda: self._write(cut, tensors), name="checkpoint")
+        else:
+            self._skipped(cut)
         self._report.stood_still("seconds_checkpointing", time.monotonic() - started)
+
+    def _skipped(self, cut: _Cut) -> None:
+        """Count a save that is left out, once until it is made up for; rank 0 logs it."""
+        if self._is_owed:
+            return
+        self._is_owed = True
+        self._report.checkpoint_skipped()
+        if self._ranks.is_main:
+            logger.warning(
+                "the checkpoint after batch %d is left out, the one before it is still being "
+                "written: the first batch that ends after that is saved",
+                cut.batches,
+            )
 
     def _write(self, cut: _Cut, tensors: Tensors) -> None:
         """Write a checkpoint, in a thread of every rank; logs errors and raises none."""
         temporary: Path | None = None
         try:
+            use_device(self._learner.device)
             temporary = self._ranks.share(
                 lambda: self._folder.begin(cut.batches), group=self._group
             )
@@ -246,6 +280,7 @@ class Checkpoints:
             if self._ranks.is_main and temporary:
                 self._folder.abandon(temporary)
             self._failed(cut, f"{error}" if isinstance(error, CheckpointError) else repr(error))
+        self._seconds = time.monotonic() - self._saved_at
 
     def _failed(self, cut: _Cut, reason: str) -> None:
         """Count a failed save; rank 0 logs it once for all ranks."""

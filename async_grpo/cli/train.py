@@ -189,7 +189,7 @@ def run(config: TrainConfig, *, stop: Event | None = None) -> None:
         from async_grpo.training.ranks import as_ranks_failure  # seconds, as all needing torch
 
     places, asks_ray = config.places, not algorithm_of(config).learns_from_pairs
-    timeout_s = places.stall_timeout_s + places.worker_timeout_s + deadlines.GROUP_SLACK_S
+    timeout_s = places.stall_timeout_s + places.worker_timeout_s + _slack_s(config)
     try:
         with joined_ranks(config, asks_ray=asks_ray, timeout_s=timeout_s) as ranks:
             _train(config, ranks, stop=stop)
@@ -197,6 +197,15 @@ def run(config: TrainConfig, *, stop: Event | None = None) -> None:
         if (failure := as_ranks_failure(error, config.recording.output_dir)) is None:
             raise
         raise failure from error
+
+
+def _slack_s(config: TrainConfig) -> float:
+    """How much longer than samples and workers the ranks wait for rank 0, in seconds.
+
+    A publication, which it may wait for, has at most twice the bytes of the model's files.
+    """
+    files = Path(config.places.model_name_or_path).glob("*.safetensors")
+    return deadlines.for_bytes(deadlines.GROUP_SLACK_S, 2 * sum(f.stat().st_size for f in files))
 
 
 @contextmanager

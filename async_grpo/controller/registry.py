@@ -369,8 +369,7 @@ class WorkerRegistry:
 
     def _catch_up(self, worker_id: str) -> None:
         if worker_id in self._members and not self._rests:
-            member = self._members[worker_id]
-            self._updates.catch_up(member, timeout_s=deadlines.WEIGHTS_APPLIED_S)
+            self._updates.catch_up(self._members[worker_id])
 
     def _fence(self, worker_id: str, cause: LossCause, reason: str) -> None:
         member = self._members.get(worker_id)

@@ -58,10 +58,11 @@ class Updates:
             late=tuple(name for name in loads if name not in outcomes),
         )
 
-    def catch_up(self, member: Member, *, timeout_s: float) -> None:
+    def catch_up(self, member: Member) -> None:
         """Start to load the latest snapshot into a worker that was left out of updates."""
-        if self.snapshot is not None:
-            self._begin(member, self.snapshot, timeout_s)
+        if (newest := self.snapshot) is not None:
+            timeout_s = deadlines.for_bytes(deadlines.WEIGHTS_APPLIED_S, newest.size_bytes)
+            self._begin(member, newest, timeout_s)
 
     async def bring_up(
         self, handle: WorkerHandle, heartbeat: asyncio.Task[Loss], *, who: str
@@ -70,10 +71,9 @@ class Updates:
         loaded: WeightsVersion | None = None
         while self.snapshot is not None and loaded != self.snapshot.version:
             snapshot = self.snapshot
+            timeout_s = deadlines.for_bytes(deadlines.FIRST_LOAD_S, snapshot.size_bytes)
             load = asyncio.create_task(
-                handles.call(
-                    handle.load_weights.remote(snapshot), timeout_s=deadlines.FIRST_LOAD_S, who=who
-                ),
+                handles.call(handle.load_weights.remote(snapshot), timeout_s=timeout_s, who=who),
                 name=f"first-load-{who}",
             )
             await asyncio.wait({load, heartbeat}, return_when=asyncio.FIRST_COMPLETED)

@@ -18,6 +18,9 @@ from torch import Tensor
 
 from async_grpo.types import Experts, PackedMinibatch, Sample, token_weight
 
+# The largest copy out of pinned memory, which torch keeps: not teachers' states and logits.
+PINNED_BYTES = 16 << 20
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Row:
@@ -91,12 +94,17 @@ def split_by_row(values: Tensor, packed: PackedMinibatch) -> list[Tensor]:
 
 
 def to_device(packed: PackedMinibatch, device: torch.device) -> PackedMinibatch:
-    """The same minibatch with its tensors on `device`; copies do not block."""
+    """The same minibatch with its tensors on `device`; copies of at most `PINNED_BYTES` do not
+    wait for it."""
+
+    def moved(value: Tensor) -> Tensor:
+        if device.type == "cuda" and value.device.type == "cpu" and value.nbytes <= PINNED_BYTES:
+            value = value.pin_memory()
+        return value.to(device, non_blocking=True)
+
     values = {field.name: getattr(packed, field.name) for field in fields(packed)}
-    tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
-    moved = {name: value.to(device, non_blocking=True) for name, value in tensors.items()}
-    scores = {name: value.to(device, non_blocking=True) for name, value in packed.scores.items()}
-    return replace(packed, **moved, scores=scores)
+    tensors = {name: moved(value) for name, value in values.items() if isinstance(value, Tensor)}
+    return replace(packed, **tensors, scores={k: moved(v) for k, v in packed.scores.items()})
 
 
 def _rows(

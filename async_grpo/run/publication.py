@@ -33,7 +33,7 @@ from async_grpo.types import (
 )
 from async_grpo.util import deadlines
 from async_grpo.util.errors import AsyncGrpoError, ProcessLostError, WorkerError
-from async_grpo.weight_sync.buckets import NamedTensors
+from async_grpo.weight_sync.buckets import NamedTensors, laid_out_bytes
 from async_grpo.weight_sync.publisher import Collected, Publisher
 from async_grpo.weight_sync.reference_schedule import ReferenceSchedule
 from async_grpo.weight_sync.sync_report import (
@@ -87,9 +87,7 @@ class Publication:
         """
         assert self._collected is not None, "the probe is collected before it is sent"
         probe, self._collected = self._whole(*self._collected), None
-        timeout_s = deadlines.WEIGHTS_APPLIED_S
-        call = client.controller.publish.remote(client.run, probe, (GENERATION,), timeout_s)
-        report = client.wait(call, timeout_s=timeout_s + deadlines.PUBLISH_SLACK_S)[GENERATION]
+        report = _reports(client, probe, (GENERATION,))[GENERATION]
         wrong = probe_complaints(probe, report, before)
         if not report.acks:  # else the registry has fenced those that could not load it
             wrong += report.failures.values()
@@ -108,6 +106,7 @@ class Publication:
         """
         assert self._sender is not None, "as configured"
         timeout_s = deadlines.WEIGHTS_APPLIED_S / 2  # the other half is for the object store
+        timeout_s = deadlines.for_bytes(timeout_s, laid_out_bytes(outline.tensors))
         self._sender.send(client, outline, tensors, timeout_s=timeout_s)
 
     def announce(self, client: RunClient, num_batches: int) -> None:
@@ -231,9 +230,7 @@ class Announcements:
         newest = due[GENERATION]
         for snapshot in dict.fromkeys((newest, *due.values())):
             roles, started = tuple(r for r, s in due.items() if s is snapshot), time.monotonic()
-            timeout_s = deadlines.WEIGHTS_APPLIED_S
-            call = client.controller.publish.remote(client.run, snapshot, roles, timeout_s)
-            reports = client.wait(call, timeout_s=timeout_s + deadlines.PUBLISH_SLACK_S)
+            reports = _reports(client, snapshot, roles)
             self._kept |= dict.fromkeys(roles, snapshot)
             for role, report in reports.items():
                 reasons = "; ".join(report.failures.values())
@@ -259,3 +256,12 @@ class Announcements:
                 summary.kept_tokens,
             )
         self.on_synced(summary)
+
+
+def _reports(
+    client: RunClient, snapshot: WeightsSnapshot, roles: tuple[str, ...]
+) -> Mapping[str, PublishReport]:
+    """How each of `roles` has taken a snapshot, within a time that grows with its bytes."""
+    timeout_s = deadlines.for_bytes(deadlines.WEIGHTS_APPLIED_S, snapshot.size_bytes)
+    call = client.controller.publish.remote(client.run, snapshot, roles, timeout_s)
+    return client.wait(call, timeout_s=timeout_s + deadlines.PUBLISH_SLACK_S)

@@ -164,8 +164,8 @@ def _find(client: ControllerClient, role: str, demand: Demand, why: str) -> tupl
     timeout_s, reminded = demand.config.places.worker_timeout_s, float("-inf")
     for _ in poll(every_s=POLL_INTERVAL_S, within_s=timeout_s):
         workers = client.answer(deadlines.ANSWER_S, client.controller.members, role)
-        for worker in workers:
-            check_worker(worker, demand)
+        for number, worker in enumerate(workers):
+            check_worker(worker, demand, others=workers[:number])
         theirs = {device for worker in workers for device in worker.devices}
         waits = role == roles.GENERATION and demand.config.memory.colocated
         if workers and not (waits and {*filter(None, demand.devices)} - theirs):
@@ -180,8 +180,8 @@ def _find(client: ControllerClient, role: str, demand: Demand, why: str) -> tupl
     )
 
 
-def check_worker(worker: WorkerInfo, demand: Demand) -> None:
-    """Raise `ConfigError` for a worker that cannot serve this run."""
+def check_worker(worker: WorkerInfo, demand: Demand, *, others: Iterable[WorkerInfo] = ()) -> None:
+    """Raise `ConfigError` for a worker that cannot serve this run beside `others` of its role."""
     config, model, who = demand.config, demand.model, f"worker {worker.worker_id}"
     places = config.places
     _check_device(worker, demand)
@@ -195,7 +195,8 @@ def check_worker(worker: WorkerInfo, demand: Demand) -> None:
                 f"--colocated needs generation workers that can sleep, {who} cannot: start it with "
                 "--colocated too"
             )
-        check_route(config.memory.weight_transport, worker, sender=demand.device)
+        transport = config.memory.weight_transport
+        check_route(transport, worker, sender=demand.device, others=others)
         for found in demand.sets:
             _check_set(found, worker)
     if worker.temperature is not None and worker.temperature != config.sampling.temperature:

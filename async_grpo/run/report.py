@@ -50,6 +50,7 @@ class _Totals:
     seconds: float = 0.0  # of training, up to the end of the last step
     skipped: dict[str, int] = field(default_factory=dict)  # {reason: number of steps}
     failed_checkpoints: int = 0
+    skipped_checkpoints: int = 0
     batcher_restarts: int = 0
     alarms_raised: int = 0
     # {name: [first, last]}, for `conclude`
@@ -212,6 +213,10 @@ class Report:
         """Count a failed checkpoint. Called from a thread too."""
         self._totals.failed_checkpoints += 1
 
+    def checkpoint_skipped(self) -> None:
+        """Count a checkpoint that is left out, because the one before is still being written."""
+        self._totals.skipped_checkpoints += 1
+
     def state(self) -> dict[str, object]:
         """The counters and the files' sizes in bytes, for a checkpoint."""
         file_bytes = {file.path.name: file.path.stat().st_size for file in self._files}
@@ -256,6 +261,7 @@ class Report:
             "learning_rate": result.learning_rate,
             "seconds": seconds,
             "failed_checkpoints": totals.failed_checkpoints,
+            "skipped_checkpoints": totals.skipped_checkpoints,
             "failed_trackers": sum(each.num_failed for each in self._trackers),
             "batcher_restarts": totals.batcher_restarts,
             "parts": len(totals.parts),

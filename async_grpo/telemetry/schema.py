@@ -63,6 +63,9 @@ class StepFacts:
     training"""
     failed_checkpoints = fact("checkpoints", "Failed checkpoints", window="run")
     """checkpoints that could not be written; training went on"""
+    skipped_checkpoints = fact("checkpoints", "Skipped checkpoints", window="run")
+    """checkpoints that were due while the one before was still being written; a later batch's
+    made up for each"""
     unrecorded_minibatches = fact("minibatches", "Minibatches not recorded")
     """minibatches of the step before that --replay-max-gib lacks, for the disk refused them"""
     trainer_idle_fraction = quotient("seconds_waiting", "seconds", "fraction", "Trainer idle")

@@ -139,17 +139,18 @@ def drop_local_gradients(policy: PolicyModel) -> None:
 
 
 def iter_full_tensors(
-    policy: PolicyModel, *, of_adapter: bool = False
+    policy: PolicyModel, dtype: torch.dtype | None = None, *, of_adapter: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
     """Gather whole parameters one at a time, in the model's order, under their checkpoint names.
 
-    An adapter is merged into them, or comes alone, by the names of its file. Collective: every rank
-    must exhaust it. Rank 0 gets (name, CPU tensor), valid until the next optimizer step; the others
-    get nothing.
+    An adapter is merged into them, or comes alone, by the names of its file. Shards are then cast
+    to `dtype`, where it is given. Collective: every rank must exhaust it. Rank 0 gets (name, CPU
+    tensor), valid until the next optimizer step; the others get nothing.
     """
     is_receiver = not dist.is_initialized() or dist.get_rank() == 0
     reshard(policy)
-    for name, full in iter_device_tensors(adapter_alone(policy) if of_adapter else served(policy)):
+    tensors = adapter_alone(policy) if of_adapter else served(policy)
+    for name, full in iter_device_tensors(tensors, dtype):
         if is_receiver:
             yield name, full.cpu()
 

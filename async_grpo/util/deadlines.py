@@ -7,11 +7,23 @@ A wait that contains another is longer, so that the inner one ends first and nam
     status of the batcher ──< least stall
     a rank's grace ──< all ranks of a machine ──< the trainer's command ──< checkpoint
 
-`tests/test_deadlines.py` holds the table to this. How often a process looks at something itself
-(`…_INTERVAL_S`) stands beside the loop that does it.
+A wait for known bytes is `for_bytes` longer. `tests/test_deadlines.py` holds the table to this. How
+often a process looks at something itself (`…_INTERVAL_S`) stands beside the loop that does it.
 """
 
 from __future__ import annotations
+
+SLOWEST_RATE = 0.2e9  # bytes a second, of weights to other machines and checkpoints to a disk
+
+
+def for_bytes(wait_s: float, num_bytes: int) -> float:
+    """A wait of the table, in seconds, where so many bytes are on the way.
+
+    >>> for_bytes(WEIGHTS_APPLIED_S, 141 * 10**9)  # 70B parameters in bfloat16
+    1005.0
+    """
+    return wait_s + num_bytes / SLOWEST_RATE
+
 
 # Signs of life.
 PING_S = 5.0  # between two pings of a worker, which report the tokens it has made
@@ -116,6 +128,7 @@ RANKS_TOLD_S = 60.0  # between two messages of rank 0 that an evaluation goes on
 # Ranks.
 RANKS_START_S = 300.0  # in which all ranks have started
 CHECKPOINT_S = 1800.0  # for one save, and for one rank that waits for another
+CHECKPOINT_ROOM_S = 10.0  # of a save that is due, for the one before; then it is left out
 FILE_SEEN_S = 10.0  # by all machines of a shared folder, which may show a new file late
 GROUP_SLACK_S = 600.0  # of a collective, beyond what rank 0 may wait for samples and workers
 

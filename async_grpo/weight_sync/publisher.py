@@ -20,6 +20,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from async_grpo.devices.current import use_device
 from async_grpo.types import Stored, WeightsBucket, WeightsDelta, WeightsSnapshot, WeightsVersion
 from async_grpo.util import deadlines
 from async_grpo.util.add_ons import add_on
@@ -70,12 +71,14 @@ class Collector:
         self._gives = shards.is_first_replica
         # A group for the thread alone: its collectives must not mix with the training loop's.
         self._alone = not dist.is_initialized() or dist.get_world_size() == 1
-        timeout = timedelta(seconds=deadlines.WEIGHTS_COLLECTED_S)
+        size_bytes = buckets.laid_out_bytes(self._plan.tensors)
+        self._timeout_s = deadlines.for_bytes(deadlines.WEIGHTS_COLLECTED_S, size_bytes)
+        timeout = timedelta(seconds=self._timeout_s)
         self._group = None if self._alone else dist.new_group(backend="gloo", timeout=timeout)
         self._is_main = self._alone or dist.get_rank() == 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="agree-on-weights")
         self._stores = ThreadPoolExecutor(
-            NUM_STORE_THREADS, "store-weights", initializer=_use, initargs=(device,)
+            NUM_STORE_THREADS, "store-weights", initializer=use_device, initargs=(device,)
         )
         self._with_deltas = with_deltas
         self._kept: dict[int, NDArray[np.uint8]] = {}  # this rank's bytes of `_since`, by bucket
@@ -102,7 +105,8 @@ class Collector:
             if not self._gather.has_room:
                 store()
         store()  # as late as there is room: it would take cores and memory of the copies
-        return Collected(self._thread.submit(self._join, stored, count, version))
+        joined = self._thread.submit(self._join, stored, count, version)
+        return Collected(joined, timeout_s=self._timeout_s)
 
     def close(self) -> None:
         """Start no further work; running work ends by its deadline."""
@@ -122,7 +126,7 @@ class Collector:
         self, received: Received, count: int, version: WeightsVersion, *, after: Future[None]
     ) -> _Stored:
         try:
-            after.result(deadlines.WEIGHTS_COLLECTED_S)  # room is made before more is stored
+            after.result(self._timeout_s)  # room is made before more is stored
             if not received.is_finite():
                 raise WeightSyncError(not_finite(self._not_finite(received), version))
             data = buckets.bytes_of(received.data)
@@ -210,17 +214,12 @@ class Collector:
         )
 
 
-def _use(device: torch.device) -> None:
-    """Have a thread use the rank's device, or it would hold memory of the first one."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-
-
 class Collected:
     """A collection that threads may still be storing; every rank has one."""
 
-    def __init__(self, outcome: Future[WeightsSnapshot | None]) -> None:
+    def __init__(self, outcome: Future[WeightsSnapshot | None], *, timeout_s: float) -> None:
         self._outcome = outcome
+        self._timeout_s = timeout_s
 
     def wait(self) -> WeightsSnapshot | None:
         """Wait until all ranks have stored their share; the snapshot on rank 0, None elsewhere.
@@ -230,11 +229,11 @@ class Collected:
             DeadlineError: the object store, or another rank, takes too long.
         """
         try:
-            return self._outcome.result(deadlines.WEIGHTS_COLLECTED_S)
+            return self._outcome.result(self._timeout_s)
         except TimeoutError:
             raise DeadlineError(
-                "new weights were not in the object store within "
-                f"{deadlines.WEIGHTS_COLLECTED_S:g} s: look at the load of the trainer's machines"
+                f"new weights were not in the object store within {self._timeout_s:g} s: look at "
+                "the load of the trainer's machines"
             ) from None
 
 

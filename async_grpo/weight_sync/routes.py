@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
 
 OBJECT_STORE = "object_store"
+OWN_DEVICE = "a device of its own for every process, but"
 
 
 def published_dtype(workers: Iterable[WorkerInfo]) -> str:
@@ -180,10 +181,13 @@ def adapter_rank(adapter: Mapping[str, Any]) -> int:
     return max(adapter["r"], *(adapter.get("rank_pattern") or {"": 0}).values())
 
 
-def check_route(transport: str, worker: WorkerInfo, *, sender: str) -> None:
+def check_route(
+    transport: str, worker: WorkerInfo, *, sender: str, others: Iterable[WorkerInfo] = ()
+) -> None:
     """Raise `ConfigError` unless weights can travel from device `sender` to a worker's devices.
 
-    `sender`: the device of trainer rank 0; empty: it has none. The object store needs none.
+    `sender`: the device of trainer rank 0; empty: it has none. `others`: the workers that get them
+    with it. The object store needs no device.
 
     >>> from async_grpo.types import WorkerInfo
     >>> worker = WorkerInfo("w", "generation", "n", 1, "m", 128, 8.0, 0.0, 512, devices=("GPU-1",))
@@ -201,7 +205,10 @@ every process, but trainer rank 0 and worker w share GPU-1: use object_store
     elif not worker.devices:
         need = f"an NVIDIA device in every generation worker, {who} has none"
     elif sender in worker.devices:
-        need = f"a device of its own for every process, but trainer rank 0 and {who} share {sender}"
+        need = f"{OWN_DEVICE} trainer rank 0 and {who} share {sender}"
+    elif shared := next((each for each in others if {*each.devices} & {*worker.devices}), None):
+        device = min({*shared.devices} & {*worker.devices})
+        need = f"{OWN_DEVICE} worker {shared.worker_id} and {who} share {device}"
     else:
         return
     raise ConfigError(f"--weight-transport {transport} needs {need}: use {OBJECT_STORE}")

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
 from functools import partial
@@ -94,10 +94,11 @@ class DeviceSender:
     weights. A worker that the link does not reach loads from the object store.
     """
 
-    def __init__(
-        self, connect: Callable[[Members], Link], *, check: Callable[[WorkerInfo], None]
-    ) -> None:
-        """`check` raises `ConfigError` for a worker that the transport cannot reach."""
+    def __init__(self, connect: Callable[[Members], Link], *, check: Callable[..., None]) -> None:
+        """`check` raises `ConfigError` for a worker that the transport cannot reach.
+
+        It gets the worker and, as `others`, those that are in the group already.
+        """
         self._connect = connect
         self._check = check
         self._refused: set[WorkerInfo] = set()
@@ -137,7 +138,7 @@ class DeviceSender:
         receivers = client.answer(deadlines.ANSWER_S, client.controller.receivers, GENERATION)
         asked: dict[WorkerInfo, tuple[WorkerHandle, Awaitable[None]]] = {}
         for worker, handle in receivers:
-            if self._leads_to(worker):
+            if self._leads_to(worker, asked):
                 asked[worker] = handle, handle.expect_weights.remote(snapshot)
         until = min(deadline, time.monotonic() + deadlines.ANSWER_S)
         ready = {}
@@ -151,11 +152,11 @@ class DeviceSender:
                 ready[worker] = handle
         return ready
 
-    def _leads_to(self, worker: WorkerInfo) -> bool:
+    def _leads_to(self, worker: WorkerInfo, others: Iterable[WorkerInfo]) -> bool:
         if worker in self._refused:
             return False
         try:
-            self._check(worker)
+            self._check(worker, others=others)
         except ConfigError as error:  # a worker that joined after the run began
             logger.warning("weights reach it through the object store: %s", error)
             self._refused.add(worker)

@@ -4,6 +4,7 @@ import errno
 import os
 from functools import partial
 from pathlib import Path
+from threading import Event, Timer
 from types import SimpleNamespace
 
 import torch.distributed as dist
@@ -25,13 +26,16 @@ class CountedReport(SimpleNamespace):
     """Rank 0's and the others'."""
 
     def __init__(self):
-        super().__init__(failed=0)
+        super().__init__(failed=0, skipped=0)
         self.state = lambda: {"steps": 1}
         self.doing = self.sync_files = self.stood_still = lambda *_: None
         self.spared_checkpoints = frozenset
 
     def checkpoint_failed(self):
         self.failed += 1
+
+    def checkpoint_skipped(self):
+        self.skipped += 1
 
 
 class Saves:
@@ -55,8 +59,11 @@ class Saves:
         )  # fmt: skip
 
     def save(self, batches):
-        self.checkpoints.batch_ended(EndOfStep(batches - 1, 0, True, 2, 9))
+        self.begin(batches)
         self.checkpoints.wait()
+
+    def begin(self, batches):
+        self.checkpoints.batch_ended(EndOfStep(batches - 1, 0, True, 2, 9))
 
 
 class ReadingDisk(Disk):
@@ -115,6 +122,7 @@ def all_saves(rank, *, root):
         "lost": lost(rank, Path(root)),
         "timed": timed(rank, f"{root}/timed"),
         "full": full(f"{root}/full"),
+        "crowded": crowded(rank, f"{root}/crowded"),
     }
 
 
@@ -178,6 +186,41 @@ def lost(rank, root):
         said(partial(files_of_all, own, folder, ranks, group=dist.group.WORLD))
         for own in (each, each if rank == 0 else {})
     ]
+
+
+class SlowDisk(Disk):
+    """Writes nothing before it is `free`."""
+
+    def __init__(self):
+        self.free = Event()
+
+    def sync(self, path):
+        self.free.wait(60)
+        return super().sync(path)
+
+
+def crowded(rank, output_dir):
+    """(batches in the latest save, saves left out) after each of five batches, then at the end.
+
+    Rank 1's disk is slow while the save after batch 2 is written: it blocks both ranks' threads.
+    """
+    deadlines.CHECKPOINT_ROOM_S = 0.05
+    saves, disk, seen = Saves(output_dir, checkpoint_every_batches=2), SlowDisk(), []
+    with used(disk if rank else Disk()):
+        for batches in range(1, 7):
+            if batches >= 5:
+                disk.free.set()
+                saves.checkpoints.wait()
+            saves.begin(batches)
+            seen.append((saves.checkpoints._saved, saves.report.skipped))
+        saves.checkpoints.wait()
+        disk.free.clear()
+        Timer(0.3, disk.free.set).start()
+        saves.begin(8)
+        saves.begin(9)
+        saves.checkpoints.save_last()  # it waits for the one before
+        saves.checkpoints.wait()
+    return seen, saves.checkpoints._saved, saves.report.failed
 
 
 class FullDisk(Disk):

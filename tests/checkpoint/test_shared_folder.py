@@ -86,3 +86,12 @@ def test_a_disk_that_is_full_when_the_run_begins_does_not_end_it(ranks):
 
 def test_rank_0_s_clock_decides_for_all_at_which_batch_they_save(ranks):
     assert [rank["timed"] for rank in ranks] == [[-1, -1, 3, 3, 5]] * 2
+
+
+def test_a_save_that_is_due_while_one_is_written_waits_for_a_later_batch_on_all_ranks(ranks, root):
+    """Batch 4's is left out once; batch 5 makes up for it, 6 is due again, the last one waits."""
+    for rank in ranks:
+        seen, last, failed = rank["crowded"]
+        assert seen == [(-1, 0), (2, 0), (2, 0), (2, 1), (5, 1), (6, 1)]
+        assert (last, failed) == (9, 0)
+    assert (root / "crowded" / "checkpoints" / "batch_9").is_dir()

@@ -12,6 +12,7 @@ from async_grpo.types import (
     EvaluationTerms,
     Pulse,
     WeightsAck,
+    WeightsBucket,
     WeightsSnapshot,
     WeightsVersion,
     WorkerInfo,
@@ -143,8 +144,9 @@ class Scene:
         await self.registry.register(info, worker.handle)
         return worker
 
-    async def publish(self, version, *, timeout_s=60.0):
-        return await self.registry.publish(WeightsSnapshot(version, ()), timeout_s=timeout_s)
+    async def publish(self, version, *, timeout_s=60.0, size_bytes=0):
+        buckets = (WeightsBucket((), None, size_bytes, 0),) if size_bytes else ()
+        return await self.registry.publish(WeightsSnapshot(version, buckets), timeout_s=timeout_s)
 
     async def lease(self, version=V0, *, timeout_s=5.0, hold=None, **options):
         """One that is held until it is given back."""

@@ -11,6 +11,7 @@ from async_grpo.controller.heartbeat import TICKS
 from async_grpo.types import Pulse, RequestPulse
 from async_grpo.util import deadlines
 from async_grpo.util.errors import (
+    DeadlineError,
     LeaseLost,
     LossCause,
     NoWorkerError,
@@ -367,6 +368,21 @@ def test_whoever_joins_during_an_update_serves_the_new_weights_first():
         await asyncio.gather(publishing, overtaken)
         assert third.version == V2
         assert {(await scene.lease(V2)).worker_id for _ in range(6)} == set(scene.workers)
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(("size_bytes", "seconds"), [(0, 1190.0), (141 * 10**9, 1310.0)])
+def test_who_joins_has_longer_to_load_more_bytes_and_not_for_ever(size_bytes, seconds):
+    """70B parameters in bfloat16 need 705 s at 0.2 GB/s, beside the 600 s that any load has."""
+
+    async def scenario():
+        scene = Scene()
+        await scene.publish(V0, size_bytes=size_bytes)
+        with pytest.raises(DeadlineError, match=f"within {600 + size_bytes / 0.2e9:g} s"):
+            await scene.join("slow", phase_s=seconds / len(PHASES))
+        if size_bytes:
+            assert (await scene.join("fast", phase_s=1300.0 / len(PHASES))).version == V0
 
     run(scenario())
 

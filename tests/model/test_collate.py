@@ -212,6 +212,20 @@ def test_moving_keeps_everything():
     assert (moved.max_seqlen, moved.num_samples, moved.scores) == (2, 1, {})
 
 
+@pytest.mark.gpu
+def test_a_row_is_on_its_way_while_the_device_is_busy():
+    """Copies of more than 64 KiB from memory that is not pinned wait for the stream."""
+    device = torch.device("cuda")
+    packed = collate_pairs([(np.arange(9, dtype=np.int32), np.arange(20_000, dtype=np.int32))])
+    to_device(packed, device)  # memory is pinned once
+    torch.cuda.synchronize()
+    torch.cuda._sleep(2_000_000_000)  # cycles, about a second
+    moved = to_device(packed, device)
+    assert not torch.cuda.current_stream().query()
+    assert torch.equal(moved.input_ids.cpu(), packed.input_ids)
+    assert torch.equal(moved.target_ids.cpu(), packed.target_ids)
+
+
 def test_half_known_references_empty_prompts_and_odd_aggregations_are_refused():
     with_reference = make_sample([1], [2], reference=[-1.0])
     with pytest.raises(ValueError, match="sample \\(0, 0\\) lacks reference"):

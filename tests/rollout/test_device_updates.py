@@ -89,8 +89,8 @@ class Stack:
         self.sender = DeviceSender(self.connect, check=self.check)
         self.models, self.snapshots = {}, {}
 
-    def check(self, worker):
-        check_route("nccl", worker, sender=TRAINER)
+    def check(self, worker, *, others):
+        check_route("nccl", worker, sender=TRAINER, others=others)
 
     def connect(self, members):
         link = self.make_link(members, sender=Sender(torch.device("cpu"), "127.0.0.1", Cluster()))

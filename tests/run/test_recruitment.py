@@ -136,6 +136,13 @@ def test_a_worker_that_cannot_serve_the_run_is_refused(worker, options, sentence
         check_worker(worker, demand(**options))
 
 
+def test_workers_that_share_a_device_are_refused_where_weights_come_over_devices():
+    workers = [replace(WORKER, worker_id=name, devices=("GPU-1",)) for name in ("w1", "w2")]
+    options = {"weight_transport": "nccl", "devices": ("GPU-0",)}
+    with pytest.raises(ConfigError, match="worker w1 and worker w2 share GPU-1: use object_store"):
+        recruit(controller_client(members=workers), demand(**options))
+
+
 @pytest.fixture
 def look():
     """Recruit for options from a controller with workers of some roles: the roles asked for."""

@@ -14,12 +14,18 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from async_grpo.model.policy import PolicyModel, hf_named_parameters
 from async_grpo.run.main_rank import OtherRank
-from async_grpo.run.publication import Publication
+from async_grpo.run.publication import Announcements, Publication
 from async_grpo.run.sampled_data import SampledData
 from async_grpo.training.fsdp import shard
 from async_grpo.training.ranks import Absent, Ranks
 from async_grpo.training.schedule import Clocks
-from async_grpo.types import PublishReport, WeightsAck
+from async_grpo.types import (
+    PublishReport,
+    WeightsAck,
+    WeightsBucket,
+    WeightsSnapshot,
+    WeightsVersion,
+)
 from async_grpo.util.errors import WeightSyncError
 from async_grpo.weight_sync.buckets import unpack
 from async_grpo.weight_sync.publisher import Publisher
@@ -128,6 +134,19 @@ def publish_thrice(rank, *, tied, moves_reference=False, error_nats=0.0, transpo
 
 def on_two_ranks(folder, **options):
     return run_ranks(publish_thrice, num_ranks=2, folder=folder, **options)
+
+
+def test_a_publication_has_longer_for_more_bytes():
+    """70B parameters in bfloat16, of which other machines get at least 0.2 GB a second."""
+    for size_bytes, seconds in ((0, 300.0), (141 * 10**9, 1005.0)):
+        buckets = (WeightsBucket((), None, size_bytes, 0),)
+        cluster, announcements = FakeCluster(), Announcements()
+        client = client_of(SimpleNamespace(publish=lambda *given: given), cluster)
+        announcements._serves = {"generation": WeightsSnapshot(WeightsVersion(7, 1), buckets)}
+        with pytest.raises(AttributeError):  # the arguments are no reports
+            announcements.repeat(client)
+        assert client.controller.calls[0][-1] == seconds
+        assert [timeout_s for _, timeout_s in cluster.waited] == [seconds + 30.0]
 
 
 @pytest.mark.parametrize("tied", [True, False])

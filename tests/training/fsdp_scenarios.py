@@ -319,6 +319,23 @@ def gathered(rank, *, source, target):
     return names
 
 
+def exported_in_bf16(rank, *, source, target):
+    """The types of what the ranks gather for an export in bf16."""
+    _, policy, _ = make_step()
+    seen, whole_of = set(), DTensor.full_tensor
+
+    def watched(tensor, **options):
+        seen.add(tensor.dtype)
+        return whole_of(tensor, **options)
+
+    DTensor.full_tensor = watched
+    try:
+        assert not export_hf(policy, source_folder=f"{source}-bf16", target=f"{target}-bf16")
+    finally:
+        DTensor.full_tensor = whole_of
+    return seen
+
+
 def adapter_exports(rank, *, source, target):
     """[N] log-probabilities after a step of an adapter's, which is exported, and merged."""
     options = {"lora_rank": 4, "lora_alpha": 200.0}
@@ -505,6 +522,7 @@ def world(rank, *, source, target, models):
         ),
         "held out": held_out(rank, source=source, target=target),
         "gathered": gathered(rank, source=source, target=target),
+        "in bf16": exported_in_bf16(rank, source=source, target=target),
         "adapter": adapter_exports(rank, source=source, target=target),
         "mixture": mixture(rank),
         "adapted mixture": adapted_mixture(sharded=True),

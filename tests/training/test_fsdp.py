@@ -38,6 +38,7 @@ from oracle import (
 )
 from peft import PeftModel
 from ranks import run_ranks
+from safetensors.torch import load_file
 from test_experts import model_of
 from test_held_out import oracle_loss
 
@@ -74,6 +75,7 @@ def ran(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     source, target, models = folder / "source", folder / "target", folder / "models"
     tiny_model(tied=True).save_pretrained(source)
+    tiny_model(tied=True).bfloat16().save_pretrained(f"{source}-bf16")
     write_models(models)
     paths = {"source": str(source), "target": str(target), "models": str(models)}
     ranks = run_ranks(world, num_ranks=request.param, folder=folder, **paths)
@@ -351,6 +353,17 @@ def test_rank_0_receives_whole_parameters_and_exports_them(ran):
     ):
         assert torch.equal(got, want)
         assert torch.equal(stored, want)
+
+
+@pytest.mark.integration
+@torch.no_grad()
+def test_an_export_is_cast_before_it_is_gathered_to_the_same_bits(ran):
+    assert ran["in bf16"] == [{torch.bfloat16}] * len(ran["in bf16"])
+    stored = load_file(f"{ran['target']}-bf16/model.safetensors")
+    wanted = dict(tiny_model(tied=True).named_parameters())
+    assert stored.keys() == wanted.keys()
+    for name, parameter in wanted.items():
+        assert torch.equal(stored[name], parameter.to(torch.bfloat16)), name
 
 
 @pytest.mark.integration

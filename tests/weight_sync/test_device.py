@@ -3,6 +3,7 @@
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from fake_cluster import client_of
@@ -10,6 +11,7 @@ from fake_cluster import client_of
 from async_grpo.config.roles import GENERATION
 from async_grpo.types import WeightsSnapshot, WeightsVersion, WorkerInfo
 from async_grpo.util.errors import ConfigError, DeadlineError, ProcessLostError, WorkerError
+from async_grpo.weight_sync.routes import check_route
 from async_grpo.weight_sync.transport import DeviceSender
 
 FIRST, SECOND = (WeightsSnapshot(WeightsVersion(0, batch), ()) for batch in (0, 1))
@@ -67,7 +69,7 @@ class Bench:
         assert role == GENERATION
         return tuple((info, self.handles[info.worker_id]) for info in self.workers)
 
-    def check(self, info):
+    def check(self, info, *, others):
         if info.worker_id in self.elsewhere:
             raise ConfigError(f"worker {info.worker_id} has no device")
 
@@ -101,6 +103,17 @@ def test_one_link_leads_to_all_workers_and_is_used_again():
     assert link.members == ["a", "b"]
     assert [snapshot for snapshot, _ in link.sent] == [FIRST, SECOND]
     assert [len(tensors) for _, tensors in link.sent] == [5, 5]
+
+
+def test_of_two_workers_that_share_a_device_one_is_left_to_the_object_store(caplog):
+    """NCCL would refuse the whole group: duplicate GPU."""
+    bench = Bench(a=None, b=None)
+    bench.sender._check = partial(check_route, "nccl", sender="GPU-t")
+    for snapshot in (FIRST, SECOND):
+        bench.send(snapshot)
+    (link,) = bench.links
+    assert link.members == ["a"]
+    assert caplog.text.count("worker a and worker b share GPU-a: use object_store") == 1
 
 
 @pytest.mark.parametrize("refusal", [WorkerError("another model"), DeadlineError("no answer")])

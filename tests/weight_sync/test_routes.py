@@ -1,5 +1,6 @@
 """Which transport leads where."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -45,6 +46,16 @@ def test_a_transport_that_leads_nowhere_is_refused_with_one_that_does(
 ):
     with pytest.raises(ConfigError, match=f"--weight-transport {transport} .*{complaint}"):
         check_route(transport, worker(*devices), sender=sender)
+
+
+def test_workers_of_one_group_have_devices_of_their_own():
+    """Two engines with half of a device each are served by the object store alone."""
+    beside = [replace(worker("GPU-b"), worker_id="w1"), replace(worker("GPU-c"), worker_id="w2")]
+    check_route("nccl", worker("GPU-d"), sender="GPU-a", others=beside)
+    check_route("object_store", worker("GPU-c"), sender="GPU-a", others=beside)
+    sentence = "nccl needs a device of its own .* worker w2 and worker w7 share GPU-c: use object_"
+    with pytest.raises(ConfigError, match=sentence):
+        check_route("nccl", worker("GPU-d", "GPU-c"), sender="GPU-a", others=beside)
 
 
 def test_a_group_that_would_send_nothing_is_refused():
