@@ -20,7 +20,7 @@ from async_grpo.cluster import head
 from async_grpo.cluster.reservation import rank_device
 from async_grpo.config.option import flag, require
 from async_grpo.config.train_config import TrainConfig
-from async_grpo.devices.inventory import VISIBLE, prepare_for_devices
+from async_grpo.devices.inventory import VISIBLE, prepare_for_devices, usable_devices
 from async_grpo.launch import local_ranks
 from async_grpo.launch.interrupts import RankInterrupts
 from async_grpo.launch.local_ranks import is_main_rank, rank0_only_errors
@@ -182,6 +182,7 @@ def run(config: TrainConfig, *, stop: Event | None = None) -> None:
     """Join the other ranks and train."""
     if is_main_rank():
         logger.info("async-grpo %s: loading, to train in %s", RELEASE, config.recording.output_dir)
+        usable_devices()  # before a model is fetched for what this machine cannot use
     config = resolved(config)
     if is_main_rank():
         check_at_once(config)
