@@ -89,7 +89,7 @@ def main(*, nproc_per_node: int, **_: object) -> None:
     _take_from_accelerate(os.environ)
     prepare_for_devices(os.environ)
     meets_workers = config.memory.weight_transport == "nccl" or bool(config.teaching.express)
-    local_ranks.keep_to_loopback(os.environ, meets_workers=meets_workers)
+    local_ranks.choose_interfaces(os.environ, meets_workers=meets_workers)
     # Progress is what this command puts out; errors go to stderr.
     logging.basicConfig(level="WARNING", handlers=[_log_handler()])
     stop = StopRequest()
@@ -233,7 +233,7 @@ def ranks_alone(config: TrainConfig, num_ranks: int) -> Iterator[Ranks]:
     if "RANK" not in os.environ and num_ranks > 1:
         sys.exit(local_ranks.run_ranks(num_ranks))
     prepare_for_devices(os.environ)
-    local_ranks.keep_to_loopback(os.environ)
+    local_ranks.choose_interfaces(os.environ)
     logging.basicConfig(level="WARNING", format="%(levelname)s: %(message)s")
     local_ranks.end_with_agent()
     if not is_main_rank():

@@ -33,7 +33,7 @@ CHOSEN_SET = Path(sys.prefix, "setup.device")  # DEVICE of `make setup`, where i
 # A number must mean the same device to torch, the driver and Ray.
 DEVICE_ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # two names of one setting
-FORWARDED = re.compile(r"(NCCL|VLLM|TORCH|PYTORCH|HF|CUDA_DEVICE)_")
+FORWARDED = re.compile(r"(NCCL|GLOO|UCX|VLLM|TORCH|PYTORCH|TRITON|HF|CUDA_DEVICE)_")
 SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD|CREDENTIAL")
 
 
@@ -254,10 +254,11 @@ def own_ids() -> tuple[str, ...]:
     return tuple(each.uuid.removeprefix("GPU-") for each in usable_devices().devices)
 
 
-def forwarded(environ: Mapping[str, str]) -> dict[str, str]:
+def forwarded(environ: Mapping[str, str], *, secrets: bool = False) -> dict[str, str]:
     """Variables that a dispatcher passes to its workers, which inherit those of `ray start` alone.
 
-    Secrets are left out, because Ray writes the environment of its actors into logs.
+    Secrets are left out, because Ray writes the environment of its actors into logs; `secrets`: of
+    a process that is told in another way.
 
     >>> forwarded({"NCCL_DEBUG": "INFO", "HF_TOKEN": "hf_1", "HOME": "/root"})
     {'CUDA_DEVICE_ORDER': 'PCI_BUS_ID', 'NCCL_DEBUG': 'INFO'}
@@ -265,5 +266,5 @@ def forwarded(environ: Mapping[str, str]) -> dict[str, str]:
     return DEVICE_ORDER | {
         name: value
         for name, value in environ.items()
-        if FORWARDED.match(name) and not SECRET.search(name)
+        if FORWARDED.match(name) and (secrets or not SECRET.search(name))
     }
