@@ -152,7 +152,7 @@ def test_no_cpu_build_is_a_pin_of_the_set_for_devices():
         assert version in each.specifier and f"{version}+cpu" not in each.specifier
 
 
-def test_tests_have_an_environment_of_their_own_where_there_are_devices():
+def test_tests_have_an_environment_of_their_own_where_there_are_devices_or_their_set(tmp_path):
     def said(*variables):
         command = ["make", "-n", "test-fast", *variables]
         environ = {"PATH": os.environ["PATH"]}
@@ -165,4 +165,7 @@ def test_tests_have_an_environment_of_their_own_where_there_are_devices():
     assert 'VENV=.venv-cpu PYTHON="" DEVICE="cpu"' in with_devices
     assert "\n.venv-cpu/bin/python -m pytest" in with_devices
     assert "\n.venv/bin/python -m pytest" in said("DEVICE_FILES=/dev/null", "DEVICE=cpu")
-    assert "\n.venv/bin/python -m pytest" in said("DEVICE_FILES=/nowhere[0-9]*")
+    neither = ("DEVICE_FILES=/nowhere[0-9]*", f"CHOSEN_SET={tmp_path}/setup.device")
+    assert "\n.venv/bin/python -m pytest" in said(*neither)
+    (tmp_path / "setup.device").write_text("gpu\n")  # on a login node
+    assert "\n.venv-cpu/bin/python -m pytest" in said(*neither)
