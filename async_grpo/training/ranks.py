@@ -247,8 +247,8 @@ def _meet(backend: str, *, timeout_s: float) -> None:
             f"{name} ({interfaces().get(name, ['no address'])[0]})" if name else "its host name's"
         )
         raise RendezvousError(
-            f"trainer rank {environ['RANK']} must reach all others, whose addresses it learns at "
-            f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}, by the interface {here}, got "
+            f"trainer ranks must reach each other; rank {environ['RANK']}, by the interface {here} "
+            f"and addresses learnt at {environ['MASTER_ADDR']}:{environ['MASTER_PORT']}, got "
             f"{error}: set GLOO_SOCKET_IFNAME on every machine to the interface of the network "
             "between them, if no rank has ended with an error of its own"
         ) from error
