@@ -1,9 +1,11 @@
 # Every target makes or updates .venv first, which takes no time when it is current.
 SHELL := /bin/bash
 BIN := .venv/bin
-# Tests run on CPUs. Where there are devices they have an environment of their own for that.
+# Tests run on CPUs. Where there are devices, or the set for them was asked for, they have an environment
+# of their own for that.
 DEVICE_FILES := /dev/nvidia[0-9]*
-TEST_VENV := $(if $(and $(wildcard $(DEVICE_FILES)),$(filter-out cpu,$(or $(DEVICE),gpu))),.venv-cpu,.venv)
+CHOSEN_SET := .venv/setup.device
+TEST_VENV := $(if $(and $(wildcard $(DEVICE_FILES))$(filter gpu,$(shell cat $(CHOSEN_SET) 2>/dev/null)),$(filter-out cpu,$(or $(DEVICE),gpu))),.venv-cpu,.venv)
 SOURCES := async_grpo tests sample-data tools $(wildcard *.py) $(wildcard benchmarks)
 # Modules are searched for doctests too. Four files at a time, on two cores: a cluster that starts
 # is mostly waiting. In the order of tests/conftest.py, not by the number of a file's tests.

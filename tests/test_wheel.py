@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 
 REPOSITORY = Path(__file__).parents[1]
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
-PIN = re.compile(r"^([\w.-]+)(?:\[\w+\])?==(\S+)")
+PIN = re.compile(r"^([\w.-]+)(?:\[\w+\])?={2,3}(\S+)")
 
 
 def pins(*files):

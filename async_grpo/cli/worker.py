@@ -21,6 +21,7 @@ from async_grpo.cli.options import CONTEXT, OptionsCommand, options_of
 from async_grpo.cli.run_file import config_option
 from async_grpo.config.roles import GENERATION, JUDGE, REWARD
 from async_grpo.config.worker_config import WorkerConfig, check_services
+from async_grpo.devices.inventory import usable_devices
 from async_grpo.launch import interrupts
 from async_grpo.model.foreign_folders import check_full_precision, check_sampled
 from async_grpo.model.model_folder import (
@@ -66,6 +67,8 @@ def main(**options: Any) -> None:
 def serve(config: WorkerConfig) -> None:
     """Serve until the cluster ends, then exit this process; raise an error that comes before."""
     check_services([config])
+    if config.num_devices and not config.judge_url:
+        usable_devices()  # before a model is fetched for what this machine cannot use
     if config.model_path and not config.judge_url:
         folder = whole_folder(config.model_path, revision=config.model_revision)
         config = replace(config, model_path=folder)

@@ -7,11 +7,11 @@ that decide how torch uses devices must be set before.
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import shutil
 import subprocess
+import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +22,6 @@ from pathlib import Path
 from async_grpo.util import deadlines
 from async_grpo.util.errors import ConfigError
 
-logger = logging.getLogger(__name__)
 QUERY = "--query-gpu=index,uuid,name,memory.total,driver_version"
 DEVICE_FILES = "/dev/nvidia[0-9]*"  # a container may be given any of them
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -30,10 +29,11 @@ HIDES_ALL = ("-1", "NoDevFiles")  # values with which CUDA and Slurm hide all de
 LEAST_DRIVER = 580  # of CUDA 13, for which requirements/gpu.txt is built; tools/setup_env.sh too
 SHARED_MEMORY = Path("/dev/shm")
 LEAST_SHARED_BYTES = 1 << 30  # for NCCL and engines of several devices; Docker gives 64 MB
+CHOSEN_SET = Path(sys.prefix, "setup.device")  # DEVICE of `make setup`, where it was given
 # A number must mean the same device to torch, the driver and Ray.
 DEVICE_ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # two names of one setting
-FORWARDED = re.compile(r"(NCCL|VLLM|TORCH|PYTORCH|HF|CUDA_DEVICE)_")
+FORWARDED = re.compile(r"(NCCL|GLOO|UCX|VLLM|TORCH|PYTORCH|TRITON|HF|CUDA_DEVICE)_")
 SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD|CREDENTIAL")
 
 
@@ -116,10 +116,13 @@ def read_inventory(
 ) -> Inventory:
     """The devices that `environ` lets a process use; none where torch is built for CPUs.
 
-    Raises `ConfigError` for devices whose driver does not answer, and for a CUDA_VISIBLE_DEVICES
-    that hides all of them by mistake.
+    Where `DEVICE=cpu make setup` has chosen that build, the driver is not asked. Raises
+    `ConfigError` for devices whose driver does not answer, and for a CUDA_VISIBLE_DEVICES that
+    hides all of them by mistake.
     """
-    if not environ.get(VISIBLE, "all"):
+    for_cpus = (torch_build() if torch is None else torch).endswith("+cpu")
+    is_chosen = CHOSEN_SET.is_file() and CHOSEN_SET.read_text().strip() == "cpu"
+    if not environ.get(VISIBLE, "all") or (for_cpus and is_chosen):
         return Inventory()
     listed, drivers = [], set()
     for line in ask().splitlines():
@@ -127,7 +130,7 @@ def read_inventory(
         listed.append(Device(int(index), uuid, name, int(memory) if memory.isdigit() else 0))
         drivers.add(driver)
     devices = visible(listed, environ.get(VISIBLE))
-    if (torch_build() if torch is None else torch).endswith("+cpu"):
+    if for_cpus:
         return Inventory(num_unused=len(devices))
     if listed and not devices and environ[VISIBLE].strip() not in HIDES_ALL:
         raise ConfigError(
@@ -166,14 +169,14 @@ def _named(devices: Sequence[Device], name: str) -> Device | None:
 def usable_devices() -> Inventory:
     """The devices of this machine, after checks of driver, headers and shared memory.
 
-    Raises `ConfigError` for what is missing; logs a warning when devices are not used.
+    Raises `ConfigError` for what is missing, and for devices that a torch for CPUs would not use.
     """
     inventory = read_inventory()
     if inventory.num_unused:
-        logger.warning(
-            "%d NVIDIA device(s) are here and not used, for torch is installed for CPUs: "
-            "`DEVICE=gpu make setup` installs it for them",
-            inventory.num_unused,
+        raise ConfigError(
+            f"torch must be built for the {inventory.num_unused} NVIDIA device(s) of this machine, "
+            f"got {torch_build()}: `DEVICE=gpu make setup` (or pip's extra gpu) installs it, "
+            f"{VISIBLE}= or `DEVICE=cpu make setup` says that its CPUs are meant"
         )
     if inventory.devices:
         check_driver(inventory)
@@ -251,10 +254,11 @@ def own_ids() -> tuple[str, ...]:
     return tuple(each.uuid.removeprefix("GPU-") for each in usable_devices().devices)
 
 
-def forwarded(environ: Mapping[str, str]) -> dict[str, str]:
+def forwarded(environ: Mapping[str, str], *, secrets: bool = False) -> dict[str, str]:
     """Variables that a dispatcher passes to its workers, which inherit those of `ray start` alone.
 
-    Secrets are left out, because Ray writes the environment of its actors into logs.
+    Secrets are left out, because Ray writes the environment of its actors into logs; `secrets`: of
+    a process that is told in another way.
 
     >>> forwarded({"NCCL_DEBUG": "INFO", "HF_TOKEN": "hf_1", "HOME": "/root"})
     {'CUDA_DEVICE_ORDER': 'PCI_BUS_ID', 'NCCL_DEBUG': 'INFO'}
@@ -262,5 +266,5 @@ def forwarded(environ: Mapping[str, str]) -> dict[str, str]:
     return DEVICE_ORDER | {
         name: value
         for name, value in environ.items()
-        if FORWARDED.match(name) and not SECRET.search(name)
+        if FORWARDED.match(name) and (secrets or not SECRET.search(name))
     }

@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import Protocol, Self
 
@@ -73,7 +73,7 @@ class ChildProcess:
     command: Sequence[str]
     _: KW_ONLY
     log: Path  # takes stderr, and stdout too unless `shows_output`
-    environment: Mapping[str, str]
+    environment: Mapping[str, str] = field(repr=False)  # it may hold secrets
     folder: str | None = None  # working directory; None: this process's
     shows_output: bool = False
     stdin: int = subprocess.DEVNULL  # PIPE: it closes when this process ends

@@ -28,7 +28,7 @@ from async_grpo.launch.child_processes import ended_within
 from async_grpo.launch.interrupts import NUMBERS, leave
 from async_grpo.util import deadlines
 from async_grpo.util.errors import AsyncGrpoError, RankLostError
-from async_grpo.util.ports import free_port
+from async_grpo.util.ports import free_port, interface_to
 from async_grpo.verification import namespaces
 
 POLL_INTERVAL_S = 0.05
@@ -135,16 +135,18 @@ def is_main_rank() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def keep_to_loopback(environ: MutableMapping[str, str], *, meets_workers: bool = False) -> None:
+def choose_interfaces(environ: MutableMapping[str, str], *, meets_workers: bool = False) -> None:
     """Make gloo and NCCL use the loopback interface if all ranks are here and none is set.
 
-    `meets_workers`: over NCCL, on any machine; it then chooses the interface.
+    Else gloo uses that which leads to rank 0's machine: it would take the address of this machine's
+    name, which may be one of loopback. NCCL looks for itself, as it does where a run
+    `meets_workers` over NCCL, on any machine.
 
     >>> environ = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    >>> keep_to_loopback(environ, meets_workers=True)
+    >>> choose_interfaces(environ, meets_workers=True)
     >>> environ["GLOO_SOCKET_IFNAME"], "NCCL_SOCKET_IFNAME" in environ
     ('lo', False)
-    >>> keep_to_loopback(environ)
+    >>> choose_interfaces(environ)
     >>> environ["NCCL_SOCKET_IFNAME"]
     'lo'
     """
@@ -152,6 +154,10 @@ def keep_to_loopback(environ: MutableMapping[str, str], *, meets_workers: bool =
         environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         if not meets_workers:
             environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    elif "GLOO_SOCKET_IFNAME" not in environ and (
+        name := interface_to(environ.get("MASTER_ADDR", ""))
+    ):
+        environ["GLOO_SOCKET_IFNAME"] = name
 
 
 def end_with_agent() -> None:

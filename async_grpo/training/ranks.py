@@ -29,7 +29,9 @@ from async_grpo.util.errors import (
     CollectiveTimeout,
     ConfigError,
     RankLostError,
+    RendezvousError,
 )
+from async_grpo.util.ports import interfaces
 
 T = TypeVar("T")
 SHARD, REPLICATE = "shard", "replicate"  # see `make_mesh`
@@ -153,6 +155,7 @@ class Ranks:
         A collective that a rank does not reach within `timeout_s` ends the others. `device_index`:
         torch's index, None on a CPU; this rank may allocate `memory_share` of that device's memory.
         `shard_ranks`: how many share one copy of the model; 0: all; None: those of a machine.
+        Raises `RendezvousError` where ranks cannot connect to each other.
         """
         if "RANK" not in os.environ:
             os.environ.update(ALONE, MASTER_PORT="0")
@@ -164,13 +167,7 @@ class Ranks:
             if memory_share < 1:
                 torch.cuda.set_per_process_memory_fraction(memory_share)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(
-            backend,
-            store=_store_of_this_attempt(),
-            rank=int(os.environ["RANK"]),
-            world_size=int(os.environ["WORLD_SIZE"]),
-            timeout=timedelta(seconds=timeout_s),
-        )
+        _meet(backend, timeout_s=timeout_s)
         num_ranks = dist.get_world_size()
         if shard_ranks is None:
             shard_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
@@ -229,6 +226,32 @@ class Ranks:
         """Leave the group."""
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _meet(backend: str, *, timeout_s: float) -> None:
+    """Connect to all other ranks."""
+    environ = os.environ
+    try:
+        dist.init_process_group(
+            backend,
+            store=_store_of_this_attempt(),
+            rank=int(environ["RANK"]),
+            world_size=int(environ["WORLD_SIZE"]),
+            timeout=timedelta(seconds=timeout_s),
+        )
+    except RuntimeError as error:
+        if environ["WORLD_SIZE"] == "1":
+            raise
+        name = environ.get("GLOO_SOCKET_IFNAME", "")
+        here = (
+            f"{name} ({interfaces().get(name, ['no address'])[0]})" if name else "its host name's"
+        )
+        raise RendezvousError(
+            f"trainer ranks must reach each other; rank {environ['RANK']}, by the interface {here} "
+            f"and addresses learnt at {environ['MASTER_ADDR']}:{environ['MASTER_PORT']}, got "
+            f"{error}: set GLOO_SOCKET_IFNAME on every machine to the interface of the network "
+            "between them, if no rank has ended with an error of its own"
+        ) from error
 
 
 def _store_of_this_attempt() -> dist.Store:

@@ -96,6 +96,13 @@ class RankLostError(AsyncGrpoError, RuntimeError):
     """Another trainer rank has died in the middle of what all ranks do together."""
 
 
+class RendezvousError(RankLostError):
+    """Trainer ranks cannot connect to each other: their network's fault, or of one that has ended.
+
+    The error of a rank that has ended comes first.
+    """
+
+
 class CollectiveTimeout(AsyncGrpoError, RuntimeError):
     """Another trainer rank has not come to what all ranks do together."""
 

@@ -14,6 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from async_grpo.cli import launch_file, run_processes
+from async_grpo.cli.assignment import Node
 from async_grpo.cli.launch_file import _file_kept, launch
 from async_grpo.cli.local_run import options_of_run, planned
 from async_grpo.cli.main import quickstart
@@ -107,6 +108,25 @@ def test_each_table_becomes_a_config(file, tmp_path):
         deterministic=True, max_staleness=0,
     )  # fmt: skip
     assert (run.ray_address, run.plot) == ("elsewhere:1", {})
+
+
+def test_a_dispatcher_elsewhere_gets_the_shell_s_variables_of_libraries_and_shows_none(
+    file, monkeypatch
+):
+    given = {
+        "NCCL_SOCKET_IFNAME": "ib0", "GLOO_SOCKET_IFNAME": "ib0", "UCX_NET_DEVICES": "mlx5_0:1",
+        "VLLM_LOGGING_LEVEL": "DEBUG", "HF_HOME": "/models", "HF_TOKEN": "hf_secret",
+        "TRITON_CACHE_DIR": "/tmp/triton",
+    }  # fmt: skip
+    for name, value in (given | {"VLLM_HOST_IP": "10.0.0.1", "RAY_AUTH_TOKEN": "ray"}).items():
+        monkeypatch.setenv(name, value)
+    node = Node("n", "b", 0, 1.0)
+    process = run_processes.remote_dispatcher_of(plan(file), 1, name="logprob", node=node)
+    environment = process.process.environment
+    assert environment.items() >= given.items()
+    assert environment["RAY_ADDRESS"] == "elsewhere:1"
+    assert not {"VLLM_HOST_IP", "RAY_AUTH_TOKEN", "PATH"} & environment.keys()
+    assert "hf_secret" not in repr(process) + " ".join(process.process.command)
 
 
 def test_ray_counts_a_cpu_for_each_worker_at_least(file):

@@ -47,11 +47,11 @@ def test_devices_that_torch_does_not_see_are_an_error_and_no_cpu_run():
         inventory.check_seen(make_inventory(num_devices=2), num_seen=0)
 
 
-def test_unused_devices_are_told_of_and_nothing_else_is_asked(monkeypatch, caplog):
+def test_devices_that_a_torch_for_cpus_would_leave_idle_are_refused(monkeypatch):
     monkeypatch.setattr(inventory, "read_inventory", lambda: Inventory(num_unused=2))
-    monkeypatch.setattr(inventory, "check_driver", None)
-    assert not inventory.usable_devices().devices
-    assert "2 NVIDIA device(s) are here and not used" in caplog.text
+    said = r"the 2 NVIDIA .*, got .*: `DEVICE=gpu make .* CUDA_VISIBLE_DEVICES= or"
+    with pytest.raises(ConfigError, match=said):
+        inventory.usable_devices()
 
 
 def test_everything_is_checked_where_there_is_a_device(monkeypatch):

@@ -2,6 +2,9 @@
 
 import os
 import stat
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +14,14 @@ from async_grpo.util.errors import ConfigError
 
 EIGHT = "".join(f"{i}, GPU-{i}aaa, NVIDIA H100 80GB HBM3, 81559, 580.95.05\n" for i in range(8))
 CUDA = "2.13.0"
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def set_of_environment(monkeypatch, tmp_path):
+    """Where `make setup` would have kept the set that was asked for: nothing was."""
+    monkeypatch.setattr(inventory, "CHOSEN_SET", tmp_path / "setup.device")
+    return tmp_path / "setup.device"
 
 
 def read(environ=None, text=EIGHT, torch=CUDA):
@@ -58,6 +69,17 @@ def test_torch_for_cpus_uses_none_and_the_inventory_tells_how_many():
     assert read(torch="2.13.0+cpu") == Inventory(num_unused=8)
 
 
+def test_a_set_for_cpus_that_was_asked_for_leaves_devices_alone(set_of_environment):
+    def never():
+        raise AssertionError
+
+    set_of_environment.write_text("cpu\n")
+    assert read_inventory({}, ask=never, torch="2.13.0+cpu") == Inventory()
+    assert len(read().devices) == 8  # of a torch that somebody has put there since
+    set_of_environment.write_text("gpu\n")
+    assert read(torch="2.13.0+cpu") == Inventory(num_unused=8)
+
+
 def test_memory_that_the_driver_does_not_tell_is_no_error():
     found = read(text="0, GPU-a, NVIDIA GB10, [N/A], 580.1\n")
     assert found.devices == (Device(0, "GPU-a", "NVIDIA GB10", 0),)
@@ -100,3 +122,48 @@ def test_a_device_whose_driver_does_not_answer_is_an_error(script, said, machine
     monkeypatch.setenv("PATH", os.environ["PATH"] + ("" if script is None else ":/usr/bin:/bin"))
     with pytest.raises(ConfigError, match=said):
         read_inventory(os.environ, torch=CUDA)
+
+
+# A command of its own process, whose environment was made as the file says.
+PROGRAM = """
+import sys
+from pathlib import Path
+from async_grpo.devices import inventory
+from async_grpo.cli.main import main
+inventory.CHOSEN_SET = Path(sys.argv.pop(1))
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("launch", str(REPOSITORY / "examples" / "quickstart.toml")),
+        ("worker", "--model-path", "./none"),
+        ("train", "--model-name-or-path", "./none", "--data-path", "none.jsonl"),
+    ],
+    ids=" ".join,
+)
+def test_no_command_takes_the_cpus_of_a_machine_with_devices_unless_that_was_said(
+    command, machine, tmp_path, set_of_environment
+):
+    machine(f'printf "%s" "{EIGHT}"')
+    environ = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+
+    def error(**variables):
+        done = subprocess.run(
+            [sys.executable, "-c", PROGRAM, str(set_of_environment), *command],
+            env=environ | variables, cwd=tmp_path, capture_output=True, text=True, timeout=60,
+            check=False,
+        )  # fmt: skip
+        assert done.returncode == 1
+        return done.stderr.splitlines()[-1]
+
+    refused = "error: torch must be built for the 8 NVIDIA device(s) of this machine, got "
+    assert error().startswith(refused)
+    if command[0] == "launch":  # it would start
+        return
+    others = "error: the model must be a Hugging Face folder"
+    assert error(CUDA_VISIBLE_DEVICES="").startswith(others)
+    set_of_environment.write_text("cpu")
+    assert error().startswith(others)

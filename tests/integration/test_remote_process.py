@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from local_ray import local_ray
@@ -12,6 +13,7 @@ from async_grpo.cluster.cluster import Cluster
 from async_grpo.launch.child_processes import ChildProcess, RemoteProcess
 from async_grpo.util.errors import WorkerError
 
+SECRET = "hf_of_nobody"
 pytestmark = pytest.mark.integration
 WAITS = """
 import os, signal, sys, time
@@ -42,7 +44,7 @@ def command(connected, tmp_path, monkeypatch):
         (tmp_path / "command.py").write_text(text)
         process = ChildProcess(
             "it", ["command.py"], log=tmp_path / "logs" / "it.log",
-            environment={"GIVEN": "given"}, **options,
+            environment={"GIVEN": "given", "HF_TOKEN": SECRET}, **options,
         )  # fmt: skip
         return RemoteProcess(process, node_id=here.node_id, reads=tmp_path / "command.py")
 
@@ -77,6 +79,15 @@ def test_it_works_in_our_folder_and_ends_with_the_block(command, tmp_path):
     wait_for(lambda: not is_alive(pid))
     said = (tmp_path / "logs" / "it.log").read_text()
     assert said.split() == ["given", str(tmp_path), "error:", "interrupted"]
+
+
+def test_its_variables_stand_in_no_log_of_ray_s(command, connected, tmp_path):
+    with command(WAITS):
+        pid_in(tmp_path)
+    logs = Path(connected._private.worker._global_node.get_logs_dir_path())
+    texts = [file.read_bytes() for file in logs.rglob("*") if file.is_file()]
+    assert any(b"CommandHost" in text for text in texts)
+    assert not any(SECRET.encode() in text for text in texts)
 
 
 def test_one_that_ends_by_itself_says_why(command):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,7 +13,9 @@ from click.testing import CliRunner
 from test_process_leash import wait_until_ended
 
 from async_grpo.cli.train import main
+from async_grpo.launch.local_ranks import choose_interfaces
 from async_grpo.util import deadlines
+from async_grpo.util.ports import interfaces
 
 REPOSITORY = Path(__file__).parents[2]
 COMMAND = """
@@ -55,6 +58,27 @@ def ended(child):
     """Exit code, lines of output, lines of errors."""
     out, err = child.communicate(timeout=60)
     return child.returncode, out.splitlines(), err.splitlines()
+
+
+def gloo_towards(master, **given):
+    environ = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": master, **given}
+    choose_interfaces(environ)
+    assert "NCCL_SOCKET_IFNAME" not in environ
+    return environ.get("GLOO_SOCKET_IFNAME", "")
+
+
+def test_ranks_of_several_machines_meet_on_the_way_to_rank_0_and_never_by_loopback():
+    ways = [
+        (name, address)
+        for name, addresses in interfaces().items()
+        for address in addresses
+        if re.fullmatch(r"\d+\.\d+\.\d+\.\d+", address) and not address.startswith("127.")
+    ]
+    for name, address in ways:
+        assert gloo_towards(address) == name
+    for master in ("127.0.1.1", "localhost", "nowhere.invalid"):  # rank 0's own machine, or unknown
+        assert gloo_towards(master) in {name for name, _ in ways} | {""}
+    assert gloo_towards("127.0.1.1", GLOO_SOCKET_IFNAME="ib0") == "ib0"
 
 
 def test_ranks_that_end_well_are_told_where_they_meet():

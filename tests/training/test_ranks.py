@@ -1,6 +1,8 @@
 """What a collective's own error says of another rank."""
 
 import json
+import multiprocessing
+import os
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -8,11 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import PRELOADED, run_ranks
 
 from async_grpo.run.watch import RunRecord, first_failure_recorded
 from async_grpo.training.ranks import Ranks, as_ranks_failure
-from async_grpo.util.errors import CollectiveTimeout, RankLostError
+from async_grpo.util import deadlines
+from async_grpo.util.errors import CollectiveTimeout, RankLostError, RendezvousError
+from async_grpo.util.ports import free_port
 
 TIMEOUT_S = 1.0
 PARTED = (
@@ -81,6 +85,49 @@ def test_a_collective_whose_peer_has_gone_means_that_a_rank_has_died(said, tmp_p
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("error", [KeyError("x"), RuntimeError("out of memory"), RankLostError()])
+@pytest.mark.parametrize(
+    "error",
+    [
+        KeyError("x"), RuntimeError("out of memory"), RankLostError(),
+        RendezvousError(f"trainer ranks must reach each other, got {PARTED[0]}"),
+    ],
+)  # fmt: skip
 def test_an_error_of_nobody_else_stays_as_it_is(error, tmp_path):
     assert as_ranks_failure(error, tmp_path) is None
+
+
+def meet(environ):
+    """The error of a rank that starts with these variables."""
+    deadlines.RANKS_START_S = 1.0
+    os.environ.update(environ)
+    with pytest.raises(RankLostError) as raised:
+        Ranks.start(timeout_s=TIMEOUT_S)
+    return type(raised.value), str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("interface", "here", "cause"),
+    [
+        ("lo", "lo (127.0.0.1)", "1/2 clients joined"),
+        ("eth99", "eth99 (no address)", "Unable to find address for: eth99"),
+        ("", "its host name's", "1/2 clients joined"),
+    ],
+)
+def test_ranks_that_cannot_connect_name_address_and_interface_and_no_dead_rank(
+    interface, here, cause
+):
+    multiprocessing.set_forkserver_preload(list(PRELOADED))
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    of_agent = interface == "eth99"  # torchrun's store waits for nobody
+    port = store.port if of_agent else free_port()
+    environ = {
+        "RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": interface, "TORCHELASTIC_USE_AGENT_STORE": str(of_agent),
+    }  # fmt: skip
+    with multiprocessing.get_context("forkserver").Pool(1) as pool:
+        kind, sentence = pool.apply(meet, [environ])
+    assert kind is RendezvousError
+    begin = f"trainer ranks must reach each other; rank 0, by the interface {here}"
+    assert sentence.startswith(f"{begin} and addresses learnt at 127.0.0.1:{port}, got ")
+    assert cause in sentence
+    assert "set GLOO_SOCKET_IFNAME on every machine" in sentence
