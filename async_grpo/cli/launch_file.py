@@ -22,7 +22,7 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from async_grpo.cli import local_run, run_processes
+from async_grpo.cli import assignment, local_run, run_processes
 from async_grpo.cli.assignment import Node, described, dispatched, dispatches, in_words, placed
 from async_grpo.cli.boundary import EXIT_ERROR, command_boundary
 from async_grpo.cli.local_run import EMITTED, LocalRun, trust_words
@@ -40,6 +40,7 @@ from async_grpo.util import deadlines
 from async_grpo.util.errors import ConfigError, DeadlineError, WorkerError
 from async_grpo.util.files import replacing
 from async_grpo.util.run_folder import EVALUATIONS_FILE, METRICS_FILE, PARAMETERS_FILE, RUN_FILE
+from async_grpo.util.waiting import poll
 
 logger = logging.getLogger(__name__)
 HERE = Node("", "this machine", 0, 0.0)  # where a cluster of the run's own is
@@ -70,6 +71,13 @@ class LaunchCommand(OptionsCommand):
 )
 @click.option("--num-cpus", default=0, help="CPUs that Ray counts; 0: this machine's")
 @click.option("--ray-address", default="", help="cluster to run on; empty: one is made and ended")
+@click.option(
+    "--trainer-nodes",
+    default=1,
+    type=click.IntRange(min=1),
+    help="machines of that cluster that train, each with --nproc-per-node ranks",
+)
+@click.option("--await-nodes", default=0, help="nodes that the cluster must have before the start")
 @click.option("--dashboard", is_flag=True, help="start Ray's pages too, which `ray list` reads")
 @click.option("--unconfined-rewards", is_flag=True, help="as if every worker had this option")
 @click.option("--unconfined-code", is_flag=True, help="as if every worker had this option")
@@ -81,7 +89,9 @@ class LaunchCommand(OptionsCommand):
 )
 @click.option("--dry-run", is_flag=True, help="print the whole file and every command, start none")
 @click.option(
-    "--emit", type=click.Choice([*EMITTED]), help="print the run as a script for such a queue"
+    "--emit",
+    type=click.Choice([*EMITTED]),
+    help="print the run as a script for such a queue, for the machines of --plan-for",
 )
 @trust_option
 @stdin_option
@@ -96,10 +106,11 @@ def launch(*, plan_for: str, dry_run: bool, emit: str | None, **options: Any) ->
     e.g. examples/quickstart.toml --num-training-batches 40 --output-dir runs/short
     """
     run = local_run.planned(starts=not (plan_for or dry_run or emit), **options)
-    if plan_for:
+    if emit:
+        machines = assignment.of_a_job(run, plan_for) if plan_for else ()
+        click.echo(EMITTED[emit](run, machines), nl=False)
+    elif plan_for:
         click.echo(described(run, plan_for))
-    elif emit:
-        click.echo(EMITTED[emit](run), nl=False)
     elif dry_run:
         commands = local_run.commands_of(placed(run, usable_devices()))
         click.echo(local_run.resolved_text(run, commands=commands), nl=False)
@@ -119,6 +130,7 @@ def run_here(run: LocalRun) -> None:
     """Run it on this machine; exit with the trainer's code where that is not 0."""
     logging.basicConfig(level="INFO", format="%(message)s")
     interrupt_once()
+    run_processes.stop_when_asked(run)
     output_folder.check_overwrite(run.train.recording, is_typed=run.types_overwrite)
     if run.is_finished:
         click.echo(finished(run))
@@ -212,15 +224,10 @@ def _train(run: LocalRun) -> None:
             stack.enter_context(worker)
             workers.append(worker)
         # Start it without waiting: it waits for workers itself, after seconds of imports.
-        trainer = ChildProcess(
-            "the trainer",
-            [*run_processes.COMMAND, *run.train_words],
-            log=run.logs / "trainer.log",
-            environment=environment | {output_folder.LAUNCH_LOGS: str(run.logs)},
-            shows_output=True,
-            stop_timeout_s=deadlines.TRAINER_ENDED_S,
-        )
-        stack.enter_context(trainer)
+        trainer, others = run_processes.trainers_of(run, nodes, environment)
+        for other in (*others, trainer):  # which ends first, with a checkpoint of all ranks
+            stack.enter_context(other)
+        workers += others
         code, failure = _outcome(trainer, workers, heads)
     if code:  # after a stopped trainer has saved its checkpoint
         click.echo(f"error: {failure}; {how_to_go_on(run)}", err=True)
@@ -245,13 +252,23 @@ def _outcome(
 
 
 def _nodes(run: LocalRun) -> tuple[Node, ...]:
-    """Nodes of the cluster that the run joins, this machine first."""
+    """Nodes of the cluster that the run joins, this machine first, once all are there."""
     from async_grpo.cluster.cluster import Cluster  # imports Ray
 
     cluster = Cluster.join(run.ray_address, namespace=run.train.places.namespace)
+    awaited = max(run.await_nodes, run.trainer_nodes)
+    for _ in poll(every_s=1.0, within_s=deadlines.NODES_JOINED_S):
+        if len(rooms := cluster.nodes_with_room()) >= awaited:
+            break
+    else:
+        raise DeadlineError(
+            f"the cluster must have {awaited} nodes within {deadlines.NODES_JOINED_S:g} s, got "
+            f"{', '.join(each.host for each in rooms)}: see what `ray start` says on others, or "
+            "lower --await-nodes or --trainer-nodes"
+        )
     return tuple(
         Node(each.node_id, each.host, int(each.free.get("GPU", 0)), each.free.get("CPU", 0.0))
-        for each in cluster.nodes_with_room()
+        for each in rooms
     )
 
 

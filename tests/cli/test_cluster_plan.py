@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_grpo.cli.assignment import Node, dispatched, dispatches, in_words
+from async_grpo.cli.assignment import Node, dispatched, dispatches, in_words, placed
 from async_grpo.cli.launch_file import launch
 from async_grpo.cli.local_run import options_of_run, planned
+from async_grpo.devices.inventory import Inventory
 from async_grpo.util.errors import ConfigError
 
 REPOSITORY = Path(__file__).parents[2]
@@ -108,3 +109,37 @@ def test_no_node_gives_more_than_it_has(tmp_path_factory, devices, generation, l
     if len(nodes) > 1 and any(devices):
         assert all(taken[node.node_id] <= node.devices + 1e-9 for node in nodes)
     assert {each.worker for each in found} == {0, 1, 2}
+
+
+def trained_on(folder, machines, *, ranks=8, generation=8):
+    run = run_of(folder, generation=generation, ranks=ranks)
+    return replace(run, num_ranks=machines * ranks, trainer_nodes=machines)
+
+
+def test_several_machines_train_and_the_others_sample(tmp_path):
+    run = trained_on(tmp_path, 2, generation=14)
+    found = dispatches(replace(run, await_nodes=4), nodes_of(8, 8, 8, 8))
+    assert counts(found) == [(0, "n2", 6), (0, "n3", 8), (1, "n2", 1), (2, "n0", 1)]
+    assert run.tables["train"][0]["nproc_per_node"] == 8
+    assert run.tables["launch"][0]["trainer_nodes"] == 2
+
+
+@pytest.mark.parametrize(
+    ("ranks", "devices", "words"),
+    [
+        (4, (8, 8, 8), r"all devices of each of 2 trainer nodes, got 4, and .* \[8, 8, 8\] free"),
+        (8, (8, 4, 8), r"all devices of each of 2 trainer nodes, got 8"),
+        (8, (0, 8, 8), r"all devices of each of 2 trainer nodes, got 8"),
+    ],
+)
+def test_ranks_that_are_not_all_devices_of_their_machines_are_refused(
+    ranks, devices, words, tmp_path
+):
+    with pytest.raises(ConfigError, match=words):
+        dispatches(trained_on(tmp_path, 2, ranks=ranks), nodes_of(*devices))
+
+
+def test_machines_that_train_need_a_cluster(tmp_path):
+    run = replace(trained_on(tmp_path, 2), ray_address="")
+    with pytest.raises(ConfigError, match="must be 1 without --ray-address, got 2"):
+        placed(run, Inventory())
