@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -10,11 +11,19 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
+
+from async_grpo.cli.assignment import Node, dispatches
+from async_grpo.cli.launch_file import launch
+from async_grpo.cli.local_run import options_of_run, planned
 
 REPOSITORY = Path(__file__).parents[2]
-SLURM = REPOSITORY / "examples" / "cluster" / "slurm.sh"
+CLUSTER = REPOSITORY / "examples" / "cluster"
+SLURM = CLUSTER / "slurm.sh"
 SCRIPTS = [*REPOSITORY.glob("tools/*.sh"), *REPOSITORY.glob("examples/**/*.sh")]
-NOTE = '#!/bin/sh\necho $(basename $0) "$*" | tr "\\n" " " >>noted; echo >>noted\n'
+NOTE = """#!/bin/sh
+printf '%s\\n' "$(echo $(basename $0) "$*" | tr "\\n" " ")" >>noted  # at once: others write too
+"""
 PROGRAMS = {
     # Runs a command in the place of a node, as Slurm does.
     "srun": 'while [ "${1#-}" != "$1" ]; do shift; done; exec "$@"',
@@ -31,6 +40,9 @@ import os, signal, sys, time
 signal.signal(signal.SIGUSR1, lambda *_: sys.exit(int(os.environ["ENDS_WITH"])))
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 open("ready", "w").close()
+end = time.monotonic() + 30
+while time.monotonic() < end and open("noted").read().count("ray start") < int(os.environ["RAYS"]):
+    time.sleep(0.05)
 time.sleep(float(os.environ["LASTS_S"]))'
 """,
 }
@@ -57,7 +69,8 @@ def submit(tmp_path):
         environ = os.environ | {
             "SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_NODELIST": "all", "ENDS_WITH": "0",
             "SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NUM_NODES": str(nodes),
-            "SLURM_CPUS_PER_TASK": "64", "LASTS_S": "30" if number else "0", **variables,
+            "SLURM_CPUS_PER_TASK": "64", "LASTS_S": "30" if number else "0",
+            "RAYS": str(nodes if nodes > 1 else 0), **variables,
         }  # fmt: skip
         job = subprocess.Popen(
             ["bash", SLURM, *typed], env=environ, cwd=tmp_path, stderr=subprocess.PIPE, text=True
@@ -83,12 +96,10 @@ def test_one_machine_launches_the_file_with_all_cpus_of_the_job(submit):
 def test_several_machines_are_a_cluster_with_a_token_whose_nodes_the_launch_awaits(
     submit, tmp_path
 ):
-    code, noted = submit("run.toml", nodes=3, LASTS_S="1")
+    code, noted = submit("run.toml", nodes=3)
     assert code == 0, noted
-    rays = [
-        re.search(r"--nodelist=(\S+) .* ray (.*)", line) for line in noted if "exec ray" in line
-    ]
-    assert [each[1] for each in filter(None, rays)] == ["127.0.0.1", "node2", "node3"]
+    places = [re.search(r"--nodelist=(\S+)", line)[1] for line in noted if "exec ray" in line]
+    assert sorted(places) == ["127.0.0.1", "node2", "node3"]
     started = [line for line in noted if line.startswith("ray start")]
     assert all("--block --num-cpus=64" in line for line in started) and len(started) == 3
     assert sum("--head" in line for line in started) == 1
@@ -122,3 +133,53 @@ def test_a_job_whose_time_is_up_ends_its_run_and_is_queued_again(
     ended, noted = submit("run.toml", number=number, ENDS_WITH=str(ends_with))
     assert ended == code, noted
     assert (f"scontrol requeue {os.getpid()}" in noted) == is_queued
+
+
+@pytest.fixture(scope="module")
+def ray_job():
+    return yaml.safe_load((CLUSTER / "kuberay.yaml").read_text())["spec"]
+
+
+def pods_of(ray_job):
+    """The pods of each machine: the head's, then the others'."""
+    cluster = ray_job["rayClusterSpec"]
+    groups = cluster["workerGroupSpecs"]
+    assert all(each["replicas"] == each["minReplicas"] == each["maxReplicas"] for each in groups)
+    others = [each["template"]["spec"] for each in groups for _ in range(each["replicas"])]
+    return [cluster["headGroupSpec"]["template"]["spec"], *others]
+
+
+def test_a_ray_job_launches_an_example_that_fits_on_its_machines(ray_job, monkeypatch):
+    monkeypatch.chdir(REPOSITORY)
+    env, _, folder, *command = shlex.split(ray_job["entrypoint"])
+    assert (env, folder, command[:2]) == ("env", "/async-grpo", ["async-grpo", "launch"])
+    assert f"WORKDIR {folder}\n" in (CLUSTER / "Dockerfile").read_text()
+    run = planned(**options_of_run(launch.make_context("launch", command[2:]).params))
+    limits = [pod["containers"][0]["resources"]["limits"] for pod in pods_of(ray_job)]
+    assert (run.ray_address, run.await_nodes) == ("auto", len(limits))
+    nodes = [
+        Node(str(number), "", int(each["nvidia.com/gpu"]), float(each["cpu"]))
+        for number, each in enumerate(limits)
+    ]
+    assert {each.node.node_id for each in dispatches(run, nodes)} == {"1", "2"}
+    assert all(float(each["cpu"]) == run.num_cpus for each in limits)
+
+
+def test_pods_of_a_ray_job_have_our_image_shared_memory_and_the_run_s_folder(ray_job):
+    [ray] = re.findall(
+        r"^ray\[.*\]==(\S+)", (REPOSITORY / "requirements/base.txt").read_text(), re.M
+    )
+    assert ray_job["rayClusterSpec"]["rayVersion"] == ray
+    assert ray_job["rayClusterSpec"]["authOptions"] == {"mode": "token"}
+    for pod in pods_of(ray_job):
+        [container] = pod["containers"]
+        assert container["image"] == "async-grpo"
+        mounts = {each["name"]: each["mountPath"] for each in container["volumeMounts"]}
+        assert set(mounts.values()) == {"/dev/shm", "/async-grpo/runs"}
+        assert set(mounts) == {each["name"] for each in pod["volumes"]}
+
+
+def test_the_image_has_what_machines_need_of_each_other():
+    text = (CLUSTER / "Dockerfile").read_text()
+    installed = text.partition("--no-install-recommends")[2].partition("&&")[0].split()
+    assert {"libibverbs1", "ibverbs-providers", "iproute2", "wget", "python3-dev"} <= set(installed)
