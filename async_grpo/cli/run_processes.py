@@ -42,7 +42,7 @@ def cluster_of(
     """Start the run's Ray head, if it needs one; yield the variables to join it, and [head]."""
     common = {"OMP_NUM_THREADS": "1"} | os.environ | {"PYTHONUNBUFFERED": "1"}
     if not run.starts_head:
-        yield common | way_to_cluster(run), []
+        yield common | _way_to_cluster(run), []
         return
     port, pages = free_port(), free_port()
     # Short, because Ray keeps sockets there, whose paths must not exceed 107 characters; below a
@@ -86,9 +86,14 @@ def cluster_of(
             _keep_logs(Path(session), run.logs / "ray")
 
 
-def way_to_cluster(run: LocalRun) -> dict[str, str]:
+def _way_to_cluster(run: LocalRun) -> dict[str, str]:
     """RAY_ADDRESS for the run's processes, unless theirs, or the machine's only cluster, holds."""
     return {"RAY_ADDRESS": run.ray_address} if run.ray_address not in ("", "auto") else {}
+
+
+def remote_variables(run: LocalRun) -> dict[str, str]:
+    """Variables of a process on another node, beside those of `ray start` there."""
+    return {"OMP_NUM_THREADS": "1"} | _way_to_cluster(run)
 
 
 def command_to_ask(url: str, private: Mapping[str, str]) -> str:
@@ -123,7 +128,7 @@ def remote_dispatcher_of(run: LocalRun, number: int, *, name: str, node: Node) -
         f"the {name} worker on {node.host}",
         [*COMMAND[1:], *run.worker_words(number), "--ends-with-stdin"],
         log=run.logs / f"{name}@{node.host}.log",
-        environment={"OMP_NUM_THREADS": "1"} | way_to_cluster(run),
+        environment=remote_variables(run),
         max_restarts=MAX_RESTARTS,
     )
     return RemoteProcess(process, node_id=node.node_id, reads=run.resolved_file)
@@ -150,7 +155,7 @@ def trainers_of(
             name=f"the trainer on {node.host}",
             command=[*COMMAND[1:], *run.train_words, "--ends-with-stdin"],
             log=run.logs / f"trainer@{node.host}.log",
-            environment=way_to_cluster(run) | {TRAINER_NODE: f"{number} {rank0}"},
+            environment=remote_variables(run) | {TRAINER_NODE: f"{number} {rank0}"},
             shows_output=False,
             may_end=True,
         )

@@ -20,7 +20,7 @@ from async_grpo.cluster import head
 from async_grpo.cluster.reservation import rank_device
 from async_grpo.config.option import flag, require
 from async_grpo.config.train_config import TrainConfig
-from async_grpo.devices.inventory import VISIBLE, prepare_for_devices
+from async_grpo.devices.inventory import VISIBLE, lacks_rdma, prepare_for_devices
 from async_grpo.launch import local_ranks
 from async_grpo.launch.interrupts import RankInterrupts, stdin_option
 from async_grpo.launch.local_ranks import is_main_rank, rank0_only_errors
@@ -217,6 +217,10 @@ def joined_ranks(config: TrainConfig, *, asks_ray: bool, timeout_s: float) -> It
         namespace=places.namespace,
         share=memory.gpus_per_rank,
     ) as device:
+        sizes = os.environ.get("WORLD_SIZE"), os.environ.get("LOCAL_WORLD_SIZE")
+        if device is not None and len({*sizes}) > 1 and (reason := lacks_rdma()):
+            logger.warning("NCCL takes sockets between machines, ten times slower than RDMA, where "
+                           "its network has no plugin: %s (docs/cluster.md)", reason)  # fmt: skip
         yield Ranks.start(
             timeout_s=timeout_s,
             device_index=device,
