@@ -225,9 +225,9 @@ def _train(run: LocalRun) -> None:
             workers.append(worker)
         # Start it without waiting: it waits for workers itself, after seconds of imports.
         trainer, others = run_processes.trainers_of(run, nodes, environment)
-        for other in (*others, trainer):  # which ends first, with a checkpoint of all ranks
-            stack.enter_context(other)
-        workers += others
+        for other in others:
+            workers.append(stack.enter_context(other))
+        stack.enter_context(trainer)  # it ends first, with a checkpoint of all ranks
         code, failure = _outcome(trainer, workers, heads)
     if code:  # after a stopped trainer has saved its checkpoint
         click.echo(f"error: {failure}; {how_to_go_on(run)}", err=True)

@@ -135,7 +135,7 @@ def remote_dispatcher_of(run: LocalRun, number: int, *, name: str, node: Node) -
 
 
 def trainers_of(
-    run: LocalRun, nodes: Sequence[Node], environment: Mapping[str, str]
+    run: LocalRun, nodes: Sequence[Node], environment: dict[str, str]
 ) -> tuple[ChildProcess, list[RemoteProcess]]:
     """The trainer here, which has rank 0, and those of the other machines that train."""
     here = ChildProcess(
