@@ -139,6 +139,8 @@ def run_here(run: LocalRun) -> None:
     if run.num_devices:
         logger.info("%s", run.placement)
     output_folder.check_free(run.folder)
+    if run.await_nodes:
+        _nodes(run)  # the checks look at the room that all of them have
     run_processes.refuse_broken(run, say=logger.warning)
     with output_folder.lock(run.folder, byte=output_folder.LAUNCH):
         (run.folder / output_folder.CONNECTION_FILE).unlink(missing_ok=True)  # a killed one
