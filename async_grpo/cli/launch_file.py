@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.shell_completion import CompletionItem
@@ -41,6 +41,9 @@ from async_grpo.util.errors import ConfigError, DeadlineError, WorkerError
 from async_grpo.util.files import replacing
 from async_grpo.util.run_folder import EVALUATIONS_FILE, METRICS_FILE, PARAMETERS_FILE, RUN_FILE
 from async_grpo.util.waiting import poll
+
+if TYPE_CHECKING:
+    from async_grpo.cluster.cluster import Cluster
 
 logger = logging.getLogger(__name__)
 HERE = Node("", "this machine", 0, 0.0)  # where a cluster of the run's own is
@@ -258,19 +261,24 @@ def _nodes(run: LocalRun) -> tuple[Node, ...]:
     from async_grpo.cluster.cluster import Cluster  # imports Ray
 
     cluster = Cluster.join(run.ray_address, namespace=run.train.places.namespace)
-    awaited = max(run.await_nodes, run.trainer_nodes)
-    for _ in poll(every_s=1.0, within_s=deadlines.NODES_JOINED_S):
-        if len(rooms := cluster.nodes_with_room()) >= awaited:
-            break
-    else:
-        raise DeadlineError(
-            f"the cluster must have {awaited} nodes within {deadlines.NODES_JOINED_S:g} s, got "
-            f"{', '.join(each.host for each in rooms)}: see what `ray start` says on others, or "
-            "lower --await-nodes or --trainer-nodes"
-        )
-    return tuple(
-        Node(each.node_id, each.host, int(each.free.get("GPU", 0)), each.free.get("CPU", 0.0))
-        for each in rooms
+    return awaited_nodes(cluster, max(run.await_nodes, run.trainer_nodes))
+
+
+def awaited_nodes(
+    cluster: Cluster, number: int, *, within_s: float = deadlines.NODES_JOINED_S
+) -> tuple[Node, ...]:
+    """All nodes, this machine first, once there are so many; raises `DeadlineError` if not."""
+    for _ in poll(every_s=1.0, within_s=within_s):
+        rooms = cluster.nodes_with_room()
+        if len(rooms) >= number:
+            return tuple(
+                Node(room.node_id, room.host, int(room.free.get("GPU", 0)), room.free.get("CPU", 0))
+                for room in rooms
+            )
+    raise DeadlineError(
+        f"the cluster must have {number} nodes within {within_s:g} s, got "
+        f"{', '.join(room.host for room in rooms)}: see what `ray start` says on others, or lower "
+        "--await-nodes or --trainer-nodes"
     )
 
 

@@ -9,10 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_grpo.cli.assignment import Node, dispatched, dispatches, in_words, placed
-from async_grpo.cli.launch_file import launch
+from async_grpo.cli.launch_file import awaited_nodes, launch
 from async_grpo.cli.local_run import options_of_run, planned
+from async_grpo.cli.run_processes import trainers_of
+from async_grpo.cluster.cluster import Room
 from async_grpo.devices.inventory import Inventory
-from async_grpo.util.errors import ConfigError
+from async_grpo.launch.local_ranks import TRAINER_NODE
+from async_grpo.util.errors import ConfigError, DeadlineError
 
 REPOSITORY = Path(__file__).parents[2]
 FILE = """
@@ -143,3 +146,33 @@ def test_machines_that_train_need_a_cluster(tmp_path):
     run = replace(trained_on(tmp_path, 2), ray_address="")
     with pytest.raises(ConfigError, match="must be 1 without --ray-address, got 2"):
         placed(run, Inventory())
+
+
+def test_machines_that_train_are_told_which_they_are_and_meet_at_the_first(tmp_path):
+    run = trained_on(tmp_path, 2)
+    here, [other] = trainers_of(run, nodes_of(8, 8, 8), {"OWN": "1"})
+    first, second = (each.environment[TRAINER_NODE].split() for each in (here, other.process))
+    assert (first[:3], second[:3]) == (["0", "2", "10.0.0.0"], ["1", "2", "10.0.0.0"])
+    assert first[3] == second[3] and other.node_id == "n1"
+    assert other.process.environment["RAY_ADDRESS"] == "head:1"
+    assert "OWN" not in other.process.environment and other.process.may_end and not here.may_end
+    alone, others = trainers_of(run_of(tmp_path), nodes_of(8, 8), {})
+    assert TRAINER_NODE not in alone.environment and not others
+
+
+class Joining:
+    """A cluster that one more node has joined at each look."""
+
+    def __init__(self, *hosts):
+        self._hosts, self._looks = hosts, 0
+
+    def nodes_with_room(self):
+        self._looks += 1
+        return [Room(host, host, {"CPU": 8.0, "GPU": 4.0}) for host in self._hosts[: self._looks]]
+
+
+def test_a_run_waits_for_its_nodes_and_names_those_that_came():
+    found = awaited_nodes(Joining("a", "b", "c"), 2, within_s=30)
+    assert found == (Node("a", "a", 4, 8.0), Node("b", "b", 4, 8.0))
+    with pytest.raises(DeadlineError, match=r"must have 3 nodes within 0 s, got a: see what"):
+        awaited_nodes(Joining("a", "b", "c"), 3, within_s=0)
