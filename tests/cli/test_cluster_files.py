@@ -28,6 +28,7 @@ PROGRAMS = {
     # Runs a command in the place of a node, as Slurm does.
     "srun": 'while [ "${1#-}" != "$1" ]; do shift; done; exec "$@"',
     "scontrol": "[ $1 = requeue ] || printf '%s\\n' 127.0.0.1 node2 node3",
+    "ip": '[ "$5" = ib0 ] && echo "ib0@ib0   UP   10.0.0.7/24 fe80::1/64"',
     # A head listens as long as it is there; another node ends at once.
     "ray": """case "$*" in *--head*) exec python -c '
 import re, socket, sys, time
@@ -102,6 +103,7 @@ def test_several_machines_are_a_cluster_with_a_token_whose_nodes_the_launch_awai
     assert sorted(places) == ["127.0.0.1", "node2", "node3"]
     started = [line for line in noted if line.startswith("ray start")]
     assert all("--block --num-cpus=64" in line for line in started) and len(started) == 3
+    assert not any("--node-ip-address" in line for line in started)  # Ray finds its own
     assert sum("--head" in line for line in started) == 1
     port = int(re.search(r"--port=(\d+)", str(started))[1])
     assert 20000 <= port < 30000, "an ephemeral port, or one of Ray's workers, may be taken"
@@ -110,6 +112,13 @@ def test_several_machines_are_a_cluster_with_a_token_whose_nodes_the_launch_awai
     [step] = [line for line in noted if line.startswith("srun") and "launch" in line]
     assert "--nodelist=127.0.0.1 " in step
     assert not list(tmp_path.glob("runs/*/ray-token")), "a token is left behind"
+
+
+def test_ray_takes_the_network_that_is_named(submit):
+    code, noted = submit("run.toml", nodes=3, NETWORK="ib0")
+    started = [line for line in noted if line.startswith("ray start")]
+    assert code == 0 and len(started) == 3
+    assert all(" --node-ip-address=10.0.0.7 " in line for line in started)
 
 
 def test_a_job_whose_head_does_not_start_says_where_to_look(submit, tmp_path):
