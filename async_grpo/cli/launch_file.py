@@ -235,7 +235,8 @@ def _train(run: LocalRun) -> None:
         stack.enter_context(trainer)  # it ends first, with a checkpoint of all ranks
         code, failure = _outcome(trainer, workers, heads)
     if code:  # after a stopped trainer has saved its checkpoint
-        click.echo(f"error: {failure}; {how_to_go_on(run)}", err=True)
+        elsewhere = "".join(f", and {each.process.log}" for each in others)
+        click.echo(f"error: {failure}{elsewhere}; {how_to_go_on(run)}", err=True)
         sys.exit(code)
 
 
