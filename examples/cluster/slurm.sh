@@ -54,12 +54,12 @@ if ((${SLURM_JOB_NUM_NODES:-1} > 1)); then # one Ray cluster, with a token of it
 fi
 
 # When its time is nearly up the run ends with its batch and a checkpoint, from which it goes on in
-# the queued job. `scancel` ends it as Ctrl-C would.
+# the queued job. srun passes SIGUSR1 on; SIGTERM it makes SIGKILL, but scancel sends it to all steps.
 again=
 "${launch[@]}" async-grpo launch "$@" &
 run=$!
 trap 'again=1; kill -USR1 "$run"' USR1
-trap 'kill -TERM "$run"' TERM
+trap : TERM
 while kill -0 "$run" 2>/dev/null; do wait "$run" || true; done # a signal interrupts it
 code=0
 wait "$run" || code=$?

@@ -40,7 +40,7 @@ time.sleep(60)' "$@" ;; esac
 import os, signal, sys, time
 signal.signal(signal.SIGUSR1, lambda *_: sys.exit(int(os.environ["ENDS_WITH"])))
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-open("ready", "w").close()
+open("ready", "w").write(str(os.getpid()))
 end = time.monotonic() + 30
 while time.monotonic() < end and open("noted").read().count("ray start") < int(os.environ["RAYS"]):
     time.sleep(0.05)
@@ -77,10 +77,13 @@ def submit(tmp_path):
             ["bash", SLURM, *typed], env=environ, cwd=tmp_path, stderr=subprocess.PIPE, text=True
         )
         deadline = time.monotonic() + 30
-        while number and not (tmp_path / "ready").exists() and time.monotonic() < deadline:
+        ready = tmp_path / "ready"
+        while number and not (ready.exists() and ready.read_text()) and time.monotonic() < deadline:
             time.sleep(0.02)
         if number:
             job.send_signal(number)
+        if number == signal.SIGTERM:  # scancel: to the steps' tasks too
+            os.kill(int(ready.read_text()), number)
         _, said = job.communicate(timeout=60)
         noted = tmp_path / "noted"
         return job.returncode, [each.strip() for each in noted.open()] if noted.exists() else [said]
