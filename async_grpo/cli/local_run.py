@@ -314,6 +314,7 @@ def _written(run: LocalRun) -> str:
         "# Submit it in the folder that the paths of the run are relative to, which all machines\n"
         f"# see; submitted again, the run goes on. Its options are those below, also in {file}.\n"
         "set -euo pipefail\n"
+        "# shellcheck disable=SC2174 # the folders above it are as they would be anyway\n"
         f"mkdir -p -m 700 {folder}\n"
         f"cat >{file}.new <<'{END_OF_FILE}'\n"
         f"{as_toml(resuming(run).tables)}{END_OF_FILE}\n"

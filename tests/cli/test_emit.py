@@ -1,6 +1,7 @@
 """Scripts for queues: they are bash, ask for what the run takes, and go on when run again."""
 
 import os
+import shutil
 import subprocess
 import tomllib
 from pathlib import Path
@@ -34,6 +35,8 @@ def submit(tmp_path):
     def run(script, **variables):
         (tmp_path / "job.sh").write_text(script)
         subprocess.run(["bash", "-n", "job.sh"], cwd=tmp_path, check=True, timeout=20)
+        if shellcheck := shutil.which("shellcheck"):
+            subprocess.run([shellcheck, "job.sh"], cwd=tmp_path, check=True, timeout=60)
         environ = {"PATH": f"{programs}:{os.environ['PATH']}", **variables}
         done = subprocess.run(
             ["bash", "job.sh"], cwd=tmp_path, env=environ, capture_output=True, text=True,
