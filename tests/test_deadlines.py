@@ -62,7 +62,8 @@ WAIT = re.compile(r"(TIMEOUT|SLACK|SILENCE|GRACE|FROZEN|ENDING|LEASE|DEADLINE)[A
         ("RANKS_ENDED_S", "TRAINER_ENDED_S"),
         ("TRAINER_ENDED_S", "CHECKPOINT_S"),
         ("CHECKPOINT_ROOM_S", "RANK_GRACE_S"),  # who is asked to end meanwhile ends in order
-        ("TRAINER_ENDED_S", "JOB_ENDED_S"),  # a job saves what it has
+        # A job that is not done with its batch still ends well.
+        ("LAUNCHED_ENDED_S", "JOB_ENDED_S"),
     ],
 )
 def test_a_wait_is_shorter_than_those_that_contain_it(inner, outer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -31,6 +32,11 @@ def placed(run: LocalRun, inventory: Inventory) -> LocalRun:
         run = replace(run, workers=workers)
     if run.ray_address:
         return run
+    if run.trainer_nodes > 1:
+        raise ConfigError(
+            f"--trainer-nodes must be 1 without --ray-address, got {run.trainer_nodes}: name the "
+            "cluster that has the machines, or --emit the job of a queue (docs/cluster.md)"
+        )
     found = placed_on(run, [len(inventory.devices)])
     return replace(found, placement=f"{inventory} here; {found.placement}")
 
@@ -107,6 +113,14 @@ def devices_in(text: str) -> tuple[int, ...]:
         ) from None
 
 
+def of_a_job(run: LocalRun, devices: str) -> tuple[int, ...]:
+    """Devices of each machine of a job, as many as the least of `devices` has; refuses too few."""
+    given = devices_in(devices)
+    machines = (min(given),) * len(given)
+    plan_on(machines, run)
+    return machines
+
+
 @dataclass(frozen=True, slots=True)
 class Node:
     """A machine of the cluster, with its free devices and CPUs."""
@@ -128,7 +142,7 @@ class Dispatch:
 
 
 def dispatches(run: LocalRun, nodes: Sequence[Node]) -> list[Dispatch]:
-    """A dispatcher for each table, on as many nodes as its workers need; `nodes[0]` has the ranks.
+    """A dispatcher for each table, on as many nodes as its workers need; the first have the ranks.
 
     Workers take whole nodes' devices from the last node back, those without a device the CPUs of
     the first node that has some left. Raises `ConfigError` when devices do not suffice.
@@ -148,15 +162,23 @@ def dispatches(run: LocalRun, nodes: Sequence[Node]) -> list[Dispatch]:
 
 
 def _on_devices(run: LocalRun, nodes: Sequence[Node]) -> Iterator[Dispatch]:
+    ranks_each = run.num_ranks // run.trainer_nodes
     if not nodes[0].devices:  # its ranks take devices of which Ray was not told
         run = replace(run, num_ranks=0)
     found = plan_on([node.devices for node in nodes], run)
     seats = iter(found.seats)
     ranks, *others = found.placed
-    if strays := [seat for _, seat in zip(range(ranks.count), seats, strict=False) if seat.node]:
+    of_ranks = Counter(next(seats).node for _ in range(ranks.count))
+    if run.trainer_nodes > 1 and of_ranks != dict.fromkeys(range(run.trainer_nodes), ranks_each):
+        raise ConfigError(
+            f"--nproc-per-node must be all devices of each of {run.trainer_nodes} trainer nodes, "
+            f"got {ranks_each}, and the cluster has {[node.devices for node in nodes]} free: "
+            "set it to what they have, or lower --trainer-nodes or num_workers"
+        )
+    if run.trainer_nodes == 1 and (strays := ranks.count - of_ranks[0]):
         raise ConfigError(
             f"the trainer's {ranks.count} ranks must be on this machine, which has "
-            f"{nodes[0].devices} free devices, {len(strays)} too few: lower --nproc-per-node, "
+            f"{nodes[0].devices} free devices, {strays} too few: lower --nproc-per-node, "
             "launch it on another node, or start the ranks with torchrun (docs/cluster.md)"
         )
     with_devices = [number for number, each in enumerate(run.workers) if each.num_devices]

@@ -17,12 +17,12 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.shell_completion import CompletionItem
 
-from async_grpo.cli import local_run, run_processes
+from async_grpo.cli import assignment, local_run, run_processes
 from async_grpo.cli.assignment import Node, described, dispatched, dispatches, in_words, placed
 from async_grpo.cli.boundary import EXIT_ERROR, command_boundary
 from async_grpo.cli.local_run import EMITTED, LocalRun, trust_words
@@ -40,6 +40,10 @@ from async_grpo.util import deadlines
 from async_grpo.util.errors import ConfigError, DeadlineError, WorkerError
 from async_grpo.util.files import replacing
 from async_grpo.util.run_folder import EVALUATIONS_FILE, METRICS_FILE, PARAMETERS_FILE, RUN_FILE
+from async_grpo.util.waiting import poll
+
+if TYPE_CHECKING:
+    from async_grpo.cluster.cluster import Cluster
 
 logger = logging.getLogger(__name__)
 HERE = Node("", "this machine", 0, 0.0)  # where a cluster of the run's own is
@@ -70,6 +74,13 @@ class LaunchCommand(OptionsCommand):
 )
 @click.option("--num-cpus", default=0, help="CPUs that Ray counts; 0: this machine's")
 @click.option("--ray-address", default="", help="cluster to run on; empty: one is made and ended")
+@click.option(
+    "--trainer-nodes",
+    default=1,
+    type=click.IntRange(min=1),
+    help="machines of that cluster that train, each with --nproc-per-node ranks",
+)
+@click.option("--await-nodes", default=0, help="nodes that the cluster must have before the start")
 @click.option("--dashboard", is_flag=True, help="start Ray's pages too, which `ray list` reads")
 @click.option("--unconfined-rewards", is_flag=True, help="as if every worker had this option")
 @click.option("--unconfined-code", is_flag=True, help="as if every worker had this option")
@@ -81,7 +92,9 @@ class LaunchCommand(OptionsCommand):
 )
 @click.option("--dry-run", is_flag=True, help="print the whole file and every command, start none")
 @click.option(
-    "--emit", type=click.Choice([*EMITTED]), help="print the run as a script for such a queue"
+    "--emit",
+    type=click.Choice([*EMITTED]),
+    help="print the run as a script for such a queue, for the machines of --plan-for",
 )
 @trust_option
 @stdin_option
@@ -96,10 +109,11 @@ def launch(*, plan_for: str, dry_run: bool, emit: str | None, **options: Any) ->
     e.g. examples/quickstart.toml --num-training-batches 40 --output-dir runs/short
     """
     run = local_run.planned(starts=not (plan_for or dry_run or emit), **options)
-    if plan_for:
+    if emit:
+        machines = assignment.of_a_job(run, plan_for) if plan_for else ()
+        click.echo(EMITTED[emit](run, machines), nl=False)
+    elif plan_for:
         click.echo(described(run, plan_for))
-    elif emit:
-        click.echo(EMITTED[emit](run), nl=False)
     elif dry_run:
         commands = local_run.commands_of(placed(run, usable_devices()))
         click.echo(local_run.resolved_text(run, commands=commands), nl=False)
@@ -119,6 +133,7 @@ def run_here(run: LocalRun) -> None:
     """Run it on this machine; exit with the trainer's code where that is not 0."""
     logging.basicConfig(level="INFO", format="%(message)s")
     interrupt_once()
+    run_processes.stop_when_asked(run)
     output_folder.check_overwrite(run.train.recording, is_typed=run.types_overwrite)
     if run.is_finished:
         click.echo(finished(run))
@@ -127,6 +142,8 @@ def run_here(run: LocalRun) -> None:
     if run.num_devices:
         logger.info("%s", run.placement)
     output_folder.check_free(run.folder)
+    if run.await_nodes:
+        _nodes(run)  # the checks look at the room that all of them have
     run_processes.refuse_broken(run, say=logger.warning)
     with output_folder.lock(run.folder, byte=output_folder.LAUNCH):
         (run.folder / output_folder.CONNECTION_FILE).unlink(missing_ok=True)  # a killed one
@@ -212,18 +229,14 @@ def _train(run: LocalRun) -> None:
             stack.enter_context(worker)
             workers.append(worker)
         # All start at once: seconds of imports pass before one waits for Ray or the others.
-        trainer = ChildProcess(
-            "the trainer",
-            [*run_processes.COMMAND, *run.train_words],
-            log=run.logs / "trainer.log",
-            environment=environment | {output_folder.LAUNCH_LOGS: str(run.logs)},
-            shows_output=True,
-            stop_timeout_s=deadlines.TRAINER_ENDED_S,
-        )
-        stack.enter_context(trainer)
+        trainer, others = run_processes.trainers_of(run, nodes, environment)
+        for other in others:
+            workers.append(stack.enter_context(other))
+        stack.enter_context(trainer)  # it ends first, with a checkpoint of all ranks
         code, failure = _outcome(trainer, workers, heads, environment)
     if code:  # after a stopped trainer has saved its checkpoint
-        click.echo(f"error: {failure}; {how_to_go_on(run)}", err=True)
+        elsewhere = "".join(f", and {each.process.log}" for each in others)
+        click.echo(f"error: {failure}{elsewhere}; {how_to_go_on(run)}", err=True)
         sys.exit(code)
 
 
@@ -249,13 +262,28 @@ def _outcome(
 
 
 def _nodes(run: LocalRun) -> tuple[Node, ...]:
-    """Nodes of the cluster that the run joins, this machine first."""
+    """Nodes of the cluster that the run joins, this machine first, once all are there."""
     from async_grpo.cluster.cluster import Cluster  # imports Ray
 
     cluster = Cluster.join(run.ray_address, namespace=run.train.places.namespace)
-    return tuple(
-        Node(each.node_id, each.host, int(each.free.get("GPU", 0)), each.free.get("CPU", 0.0))
-        for each in cluster.nodes_with_room()
+    return awaited_nodes(cluster, max(run.await_nodes, run.trainer_nodes))
+
+
+def awaited_nodes(
+    cluster: Cluster, number: int, *, within_s: float = deadlines.NODES_JOINED_S
+) -> tuple[Node, ...]:
+    """All nodes, this machine first, once there are so many; raises `DeadlineError` if not."""
+    for _ in poll(every_s=1.0, within_s=within_s):
+        rooms = cluster.nodes_with_room()
+        if len(rooms) >= number:
+            return tuple(
+                Node(room.node_id, room.host, int(room.free.get("GPU", 0)), room.free.get("CPU", 0))
+                for room in rooms
+            )
+    raise DeadlineError(
+        f"the cluster must have {number} nodes within {within_s:g} s, got "
+        f"{', '.join(room.host for room in rooms)}: see what `ray start` says on others, or lower "
+        "--await-nodes or --trainer-nodes"
     )
 
 

@@ -12,6 +12,7 @@ import math
 import os
 import re
 import shlex
+import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -32,10 +33,11 @@ from async_grpo.util.errors import ConfigError
 from async_grpo.util.run_folder import RUN_FILE, newest_checkpoint
 
 RUN_OPTIONS = (  # of `launch`
-    "config", "train_options", "prepare", "num_cpus", "ray_address", "dashboard",
-    "unconfined_rewards", "unconfined_code",
+    "config", "train_options", "prepare", "num_cpus", "ray_address", "trainer_nodes", "await_nodes",
+    "dashboard", "unconfined_rewards", "unconfined_code",
 )  # fmt: skip
 END_OF_FILE = "END_OF_RUN_FILE"  # in a script for a queue
+SLURM_JOB, OF_EVERY_JOB = "examples/cluster/slurm.sh", "# What follows is the same in every job."
 NOTHING: Table = {}
 REGISTRY = "reward_registry"  # the package's own
 OPENENV = "openenv:"  # an address, whose code does not run here
@@ -46,6 +48,8 @@ class LocalRun(Setup):
     """A run of one machine, checked before anything is started."""
 
     num_cpus: int
+    trainer_nodes: int = 1  # machines that train, with equal shares of `num_ranks`
+    await_nodes: int = 0  # that its cluster must have before anything is placed
     num_devices: int = 0  # that its own Ray head counts
     placement: str = ""  # who gets which device, in a sentence
     dashboard: bool = False  # of its own Ray head
@@ -108,12 +112,14 @@ class LocalRun(Setup):
             "prepare": prepare,
             "num_cpus": self.num_cpus,
             "ray_address": self.ray_address,
+            "trainer_nodes": self.trainer_nodes,
             "dashboard": self.dashboard,
         }
+        ranks_here = self.num_ranks // self.trainer_nodes
         return {
             "launch": [launch],
             "worker": [values_in(config) for config in self.workers],
-            "train": [{"nproc_per_node": self.num_ranks, **values_in(self.train)}],
+            "train": [{"nproc_per_node": ranks_here, **values_in(self.train)}],
             "plot": [self.plot] if self.plot else [],
         }
 
@@ -152,6 +158,8 @@ def read_run(
     prepare: str = "",
     num_cpus: int = 0,
     ray_address: str = "",
+    trainer_nodes: int = 1,
+    await_nodes: int = 0,
     dashboard: bool = False,
     **of_workers: bool,
 ) -> LocalRun:
@@ -185,10 +193,12 @@ def read_run(
         prepare=tuple(commands_in(prepare)),
         workers=tuple(workers),
         train=trained,
-        num_ranks=context.params["nproc_per_node"],
+        num_ranks=context.params["nproc_per_node"] * trainer_nodes,
         plot={**own, **drawn} if "plot" in tables else {},
         num_cpus=max(num_cpus or os.cpu_count() or 1, sum(each.num_workers for each in workers)),
         ray_address=ray_address,
+        trainer_nodes=trainer_nodes,
+        await_nodes=await_nodes,
         types_overwrite=is_typed(context, "overwrite") or "overwrite" in given,
         given_cpus=num_cpus,
         dashboard=dashboard,
@@ -246,36 +256,43 @@ def resuming(run: LocalRun) -> LocalRun:
     return replace(run, train=train)
 
 
-def slurm(run: LocalRun) -> str:
-    """For `sbatch`: the whole run on one machine of a cluster."""
-    devices = num_devices(run)
+def slurm(run: LocalRun, machines: Sequence[int]) -> str:
+    """For `sbatch`: the whole run on machines of so many devices; on one if none is given."""
+    machines = machines or (num_devices(run),)
+    if len(machines) > 1:
+        run = replace(run, ray_address="auto")  # `launch` writes the same file then
     asked = [
         f"--job-name={shlex.quote(run.folder.name)}",
-        "--nodes=1",
-        "--ntasks=1",
+        f"--nodes={len(machines)}",
+        "--ntasks-per-node=1",
         f"--cpus-per-task={run.num_cpus}",
-        *([f"--gpus-per-node={devices}"] if devices else []),
+        *([f"--gpus-per-node={machines[0]}"] if machines[0] else []),
+        "--mem=0",
         "--time=24:00:00",
-        f"--signal=INT@{deadlines.JOB_ENDED_S}",
+        f"--signal=B:USR1@{deadlines.JOB_ENDED_S:.0f}",
         "--requeue",
         "--open-mode=append",
     ]
     header = "".join(f"#SBATCH {option}\n" for option in asked)
-    command = f"srun async-grpo launch {_file(run)}"
-    return f"#!/usr/bin/env bash\n{header}{_body(run, command)}"
+    job = (run_file.shared_folder() / SLURM_JOB).read_text()
+    return (
+        f"#!/usr/bin/env bash\n{header}{_written(run)}"
+        f'export PATH={shlex.quote(str(Path(sys.executable).parent))}:"$PATH"\n'
+        f"set -- {_launched(run)}\n\n{job[job.index(OF_EVERY_JOB) :]}"
+    )
 
 
-def ray_job(run: LocalRun) -> str:
+def ray_job(run: LocalRun, _: Sequence[int]) -> str:
     """For a shell: a job of a Ray cluster that is there, whose entry point launches the run."""
     address = '"${RAY_API_SERVER_ADDRESS:?name the dashboard, http://HOST:8265}"'
     here = 'cd $(printf %q "$PWD")'
-    launch = f"async-grpo launch {_file(run)} --ray-address auto"
-    command = f'ray job submit --address {address} -- bash -c "{here} && exec {launch}"'
-    run = replace(run, ray_address="auto")  # `launch` writes the same file then
-    return f"#!/usr/bin/env bash\n{_body(run, command)}"
+    launch = f"async-grpo launch {_launched(run)} --ray-address auto"
+    command = f'exec ray job submit --address {address} -- bash -c "{here} && exec {launch}"'
+    run = replace(run, ray_address="auto")
+    return f"#!/usr/bin/env bash\n{_written(run)}{command}\n"
 
 
-EMITTED: dict[str, Callable[[LocalRun], str]] = {"slurm": slurm, "ray-job": ray_job}
+EMITTED: dict[str, Callable[[LocalRun, Sequence[int]], str]] = {"slurm": slurm, "ray-job": ray_job}
 
 
 def num_devices(run: LocalRun) -> int:
@@ -285,17 +302,19 @@ def num_devices(run: LocalRun) -> int:
     return math.ceil(sum(shares) + run.num_ranks * memory.gpus_per_rank * (not memory.colocated))
 
 
-def _file(run: LocalRun) -> str:
-    return shlex.quote(str(run.folder / RUN_FILE))
+def _launched(run: LocalRun) -> str:
+    file = str(run.folder / RUN_FILE)
+    return shlex.join((file, *trust_words(run, file=file)))
 
 
-def _body(run: LocalRun, command: str) -> str:
-    """Shell lines that write the run's file, keep one that differs, and run `command`."""
-    file, folder = _file(run), shlex.quote(str(run.folder))
+def _written(run: LocalRun) -> str:
+    """Shell lines that write the run's file, and keep one that differs."""
+    file, folder = shlex.quote(str(run.folder / RUN_FILE)), shlex.quote(str(run.folder))
     return (
         "# Submit it in the folder that the paths of the run are relative to, which all machines\n"
         f"# see; submitted again, the run goes on. Its options are those below, also in {file}.\n"
         "set -euo pipefail\n"
+        "# shellcheck disable=SC2174 # the folders above it are as they would be anyway\n"
         f"mkdir -p -m 700 {folder}\n"
         f"cat >{file}.new <<'{END_OF_FILE}'\n"
         f"{as_toml(resuming(run).tables)}{END_OF_FILE}\n"
@@ -304,7 +323,6 @@ def _body(run: LocalRun, command: str) -> str:
         f"  echo {file} had other options, now in {file}.before: those of this script hold >&2\n"
         "fi\n"
         f"mv {file}.new {file}\n"
-        f"exec {command}\n"
     )
 
 

@@ -8,8 +8,11 @@ import logging
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +24,8 @@ from async_grpo.cli.run_file import as_toml
 from async_grpo.cluster import head
 from async_grpo.devices.inventory import forwarded
 from async_grpo.launch.child_processes import ChildProcess, RemoteProcess, Watched
+from async_grpo.launch.local_ranks import TRAINER_NODE
+from async_grpo.run.output_folder import LAUNCH_LOGS
 from async_grpo.util import deadlines
 from async_grpo.util.errors import ConfigError
 from async_grpo.util.ports import free_port
@@ -39,7 +44,7 @@ def cluster_of(run: LocalRun) -> Iterator[tuple[dict[str, str], list[ChildProces
     """
     common = {"OMP_NUM_THREADS": "1"} | os.environ | {"PYTHONUNBUFFERED": "1"}
     if not run.starts_head:
-        yield common | ({"RAY_ADDRESS": run.ray_address} if run.ray_address else {}), []
+        yield common | _way_to_cluster(run), []
         return
     port, pages = free_port(), free_port()
     # Short, because Ray keeps sockets there, whose paths must not exceed 107 characters; below a
@@ -94,6 +99,21 @@ def until_ready(
         Path(environment[head.STARTED]).touch()
 
 
+def _way_to_cluster(run: LocalRun) -> dict[str, str]:
+    """RAY_ADDRESS for the run's processes, unless theirs, or the machine's only cluster, holds."""
+    return {"RAY_ADDRESS": run.ray_address} if run.ray_address not in ("", "auto") else {}
+
+
+def remote_variables(run: LocalRun) -> dict[str, str]:
+    """Variables of a process on another node, beside those of `ray start` there.
+
+    This process's variables of libraries, a hub's token among them.
+    """
+    variables = forwarded(os.environ, secrets=True)
+    variables.pop("VLLM_HOST_IP", None)  # of this machine
+    return variables | {"OMP_NUM_THREADS": "1"} | _way_to_cluster(run)
+
+
 def command_to_ask(url: str, private: Mapping[str, str]) -> str:
     """The command that asks a private cluster's dashboard, with the variables that it needs."""
     token = " ".join(f"{name}={private[name]}" for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"))
@@ -121,21 +141,60 @@ def dispatcher_of(
 
 
 def remote_dispatcher_of(run: LocalRun, number: int, *, name: str, node: Node) -> RemoteProcess:
-    """The process of a dispatcher on another node, which need not see the run's folder.
-
-    It gets this process's variables of libraries, a hub's token among them, beside those of
-    `ray start` there.
-    """
-    variables = forwarded(os.environ, secrets=True)
-    variables.pop("VLLM_HOST_IP", None)  # of this machine
+    """The process of a dispatcher on another node, which need not see the run's folder."""
     process = ChildProcess(
         f"the {name} worker on {node.host}",
         [*COMMAND[1:], *run.worker_words(number), "--ends-with-stdin"],
         log=run.logs / f"{name}@{node.host}.log",
-        environment=variables | {"OMP_NUM_THREADS": "1", "RAY_ADDRESS": run.ray_address},
+        environment=remote_variables(run),
         max_restarts=MAX_RESTARTS,
     )
     return RemoteProcess(process, node_id=node.node_id, reads=run.resolved_file)
+
+
+def trainers_of(
+    run: LocalRun, nodes: Sequence[Node], environment: dict[str, str]
+) -> tuple[ChildProcess, list[RemoteProcess]]:
+    """The trainer here, which has rank 0, and those of the other machines that train."""
+    here = ChildProcess(
+        "the trainer",
+        [*COMMAND, *run.train_words],
+        log=run.logs / "trainer.log",
+        environment=environment | {LAUNCH_LOGS: str(run.logs)},
+        shows_output=True,
+        stop_timeout_s=deadlines.TRAINER_ENDED_S,
+    )
+    if run.trainer_nodes == 1:
+        return here, []
+    rank0, others = f"{run.trainer_nodes} {nodes[0].host} {free_port()}", []
+    for number, node in enumerate(nodes[1 : run.trainer_nodes], start=1):
+        process = replace(
+            here,
+            name=f"the trainer on {node.host}",
+            command=[*COMMAND[1:], *run.train_words, "--ends-with-stdin"],
+            log=run.logs / f"trainer@{node.host}.log",
+            environment=remote_variables(run) | {TRAINER_NODE: f"{number} {rank0}"},
+            shows_output=False,
+            may_end=True,
+        )
+        others.append(RemoteProcess(process, node_id=node.node_id, reads=run.resolved_file))
+    here.environment = {**here.environment, TRAINER_NODE: f"0 {rank0}"}
+    return here, others
+
+
+def stop_when_asked(run: LocalRun) -> None:
+    """Have SIGUSR1 end the run with its batch and a checkpoint, or, if that takes long, at once."""
+
+    def stop() -> None:
+        words = [*COMMAND, "control", str(run.folder), "stop"]
+        if run.workers and not subprocess.run(words, check=False).returncode:
+            time.sleep(deadlines.JOB_ENDED_S - deadlines.LAUNCHED_ENDED_S)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def asked(*_: object) -> None:
+        threading.Thread(target=stop, name="stop", daemon=True).start()
+
+    signal.signal(signal.SIGUSR1, asked)
 
 
 def name_of(run: LocalRun, number: int) -> str:

@@ -20,9 +20,14 @@ from async_grpo.cluster import head
 from async_grpo.cluster.reservation import rank_device
 from async_grpo.config.option import flag, require
 from async_grpo.config.train_config import TrainConfig
-from async_grpo.devices.inventory import VISIBLE, prepare_for_devices, usable_devices
+from async_grpo.devices.inventory import (
+    VISIBLE,
+    lacks_rdma,
+    prepare_for_devices,
+    usable_devices,
+)
 from async_grpo.launch import local_ranks
-from async_grpo.launch.interrupts import RankInterrupts
+from async_grpo.launch.interrupts import RankInterrupts, stdin_option
 from async_grpo.launch.local_ranks import is_main_rank, rank0_only_errors
 from async_grpo.model.foreign_folders import is_adapter
 from async_grpo.model.hub import check_push, local_folder
@@ -66,6 +71,7 @@ class RankCommand(options.OptionsCommand):
 )
 @options.predecessor_options
 @config_option
+@stdin_option
 @command_boundary()
 @rank0_only_errors()
 def main(*, nproc_per_node: int, **_: object) -> None:
@@ -81,7 +87,8 @@ def main(*, nproc_per_node: int, **_: object) -> None:
     config = config_of(context)
     check_overwrite(config.recording, is_typed=options.is_typed(context, "overwrite"))
     algorithm_of(config)
-    if "RANK" not in os.environ and nproc_per_node > 1:
+    several = nproc_per_node > 1 or local_ranks.TRAINER_NODE in os.environ
+    if "RANK" not in os.environ and several:
         sys.exit(local_ranks.run_ranks(nproc_per_node))
     _check_started(nproc_per_node)
     for name, value in QUIET.items():
@@ -225,6 +232,10 @@ def joined_ranks(config: TrainConfig, *, asks_ray: bool, timeout_s: float) -> It
         namespace=places.namespace,
         share=memory.gpus_per_rank,
     ) as device:
+        sizes = os.environ.get("WORLD_SIZE"), os.environ.get("LOCAL_WORLD_SIZE")
+        if device is not None and len({*sizes}) > 1 and (reason := lacks_rdma()):
+            logger.warning("NCCL takes sockets between machines, ten times slower than RDMA, where "
+                           "its network has no plugin: %s (docs/cluster.md)", reason)  # fmt: skip
         yield Ranks.start(
             timeout_s=timeout_s,
             device_index=device,

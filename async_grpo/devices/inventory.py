@@ -7,6 +7,7 @@ that decide how torch uses devices must be set before.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import shutil
@@ -221,6 +222,15 @@ def check_shared_memory(folder: Path = SHARED_MEMORY, *, least: int = LEAST_SHAR
             f"{folder} must hold {least >> 20} MiB at least, for NCCL and Ray's store, got "
             f"{size >> 20} MiB: start the container with --shm-size 32g, or more for a large model"
         )
+
+
+def lacks_rdma(folder: Path = Path("/dev/infiniband"), library: str = "libibverbs.so.1") -> str:
+    """Why NCCL must take sockets between machines, which it tells nobody; empty if it need not."""
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return f"{library} cannot be loaded"
+    return "" if folder.exists() else f"there is no {folder}"
 
 
 def check_seen(inventory: Inventory, *, num_seen: int) -> None:

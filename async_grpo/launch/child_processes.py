@@ -80,6 +80,7 @@ class ChildProcess:
     stop_signal: signal.Signals = signal.SIGINT
     stop_timeout_s: float = deadlines.CHILD_ENDED_S
     max_restarts: int = 0  # `check` restarts a child that a foreign signal killed
+    may_end: bool = False  # with exit code 0, before whoever entered the block leaves it
 
     def __enter__(self) -> Self:
         sees_our_end = self.stdin == subprocess.PIPE  # then it stops by itself
@@ -136,7 +137,7 @@ class ChildProcess:
 
     def check(self) -> None:
         """Restart a child that was killed; raise `WorkerError` when it has ended otherwise."""
-        if not self.has_ended:
+        if not self.has_ended or self.has_done:
             return
         if self.child.returncode >= 0 or not self.max_restarts:
             raise WorkerError(self.failure)
@@ -164,6 +165,11 @@ class ChildProcess:
         return self.child.poll() is not None
 
     @property
+    def has_done(self) -> bool:
+        """Whether it has ended well, and may."""
+        return self.may_end and self.child.poll() == 0
+
+    @property
     def last_words(self) -> str:
         """How the child has ended, and the cause that its log names."""
         code = self.child.poll() or 0
@@ -182,15 +188,18 @@ class CommandHost:
         """`process`: see `RemoteProcess`; `files`: {path: text} that are written for it here."""
         process.log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         for file, text in files.items():
-            file.write_text(text)
+            if not file.exists() or file.read_text() != text:  # others read it where it is shared
+                file.write_text(text)
         process.command = [sys.executable, *process.command]
         process.environment = {**os.environ, **process.environment}
         self._process = process.__enter__()
 
     async def last_words(self) -> str:
-        """Wait for the final end of the command, after all restarts; say how it has ended."""
+        """Wait for the final end of the command, after all restarts; say how it failed, if so."""
         while True:
             await asyncio.to_thread(self._process.child.wait)
+            if self._process.has_done:
+                return ""
             try:
                 self._process.check()
             except WorkerError:
@@ -233,8 +242,8 @@ class RemoteProcess:
 
     def check(self) -> None:
         """Raise `WorkerError` when the command has ended before it was stopped."""
-        if self.has_ended:
-            raise WorkerError(f"{self.process.name} {self.last_words}")
+        if self.has_ended and (words := self.last_words):
+            raise WorkerError(f"{self.process.name} {words}")
 
     @property
     def has_ended(self) -> bool:
@@ -242,6 +251,6 @@ class RemoteProcess:
 
     @property
     def last_words(self) -> str:
-        """How the command has ended; raises `AsyncGrpoError` when its node was lost."""
+        """How the command has failed; raises `AsyncGrpoError` when its node was lost."""
         call, timeout_s = self._last_words, deadlines.ANSWER_S
         return str(self._cluster.wait(call, timeout_s=timeout_s, who=self.process.name))

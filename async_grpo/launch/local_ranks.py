@@ -32,6 +32,9 @@ from async_grpo.util.ports import free_port, interface_to
 from async_grpo.verification import namespaces
 
 POLL_INTERVAL_S = 0.05
+# Of `launch` where several machines train: which this is, how many there are, and where rank 0
+# listens, as in "1 2 10.0.0.4 23456".
+TRAINER_NODE = "ASYNC_GRPO_TRAINER_NODE"
 LATER_S = 5  # dates an error that follows from another rank's, as the launcher names the first one
 
 
@@ -46,7 +49,10 @@ class LocalRanks:
 
     def __init__(self, num_ranks: int, folder: Path) -> None:
         """`folder`: takes a file from each rank that fails, with the cause."""
-        self._num_ranks = num_ranks
+        node, num_nodes, self._host, port = os.environ.get(TRAINER_NODE, "0 1 127.0.0.1 0").split()
+        self._port = int(port) or free_port()
+        self._num_ranks, self._world_size = num_ranks, int(num_nodes) * num_ranks
+        self._first = int(node) * num_ranks
         self._folder = folder
         self._ranks: list[subprocess.Popen[bytes]] = []
         self._asked = 0  # the first signal to this process
@@ -56,9 +62,8 @@ class LocalRanks:
         for number in NUMBERS:
             signal.signal(number, self._pass_on)
         command = [sys.executable, *sys.orig_argv[1:]]
-        port = free_port()
         for rank in range(self._num_ranks):
-            self._ranks.append(subprocess.Popen(command, env=self._environment(rank, port)))
+            self._ranks.append(subprocess.Popen(command, env=self._environment(rank)))
         if self._asked:  # before there were all of them
             self._send(self._asked)
         failed = self._first_failed()
@@ -71,21 +76,21 @@ class LocalRanks:
             click.echo(f"error: {sentence}", err=True)
         return 1
 
-    def _environment(self, rank: int, port: int) -> dict[str, str]:
+    def _environment(self, rank: int) -> dict[str, str]:
         own = {
-            "RANK": rank,
+            "RANK": self._first + rank,
             "LOCAL_RANK": rank,
-            "WORLD_SIZE": self._num_ranks,
+            "WORLD_SIZE": self._world_size,
             "LOCAL_WORLD_SIZE": self._num_ranks,
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
+            "MASTER_ADDR": self._host,
+            "MASTER_PORT": self._port,
             "TORCHELASTIC_ERROR_FILE": self._cause_of(rank),
         }
         # A thread each, as torchrun has it: more of them would fight for the cores.
         return {"OMP_NUM_THREADS": "1"} | os.environ | {k: str(v) for k, v in own.items()}
 
     def _first_failed(self) -> int | None:
-        """The rank that was the first to fail, None when all have ended well."""
+        """The local number of the first rank to fail, None when all have ended well."""
         while True:
             codes = [rank.poll() for rank in self._ranks]
             # Rank 0 last: it also fails when another rank has failed.
@@ -99,7 +104,8 @@ class LocalRanks:
     def _end(self, failed: int) -> None:
         """End the other ranks: wait, then SIGTERM, then SIGKILL."""
         if not self._asked:
-            ended_within(deadlines.RANKS_LEAVING_S if failed else 0.0, *self._ranks)
+            is_main = self._first + failed == 0
+            ended_within(0.0 if is_main else deadlines.RANKS_LEAVING_S, *self._ranks)
             self._send(signal.SIGTERM)
         ended_within(deadlines.RANKS_ENDED_S, *self._ranks)
         self._send(signal.SIGKILL)
@@ -115,16 +121,17 @@ class LocalRanks:
 
     def _unprinted_cause(self, failed: int) -> str:
         """Why rank `failed` has failed; empty if it printed the cause itself, as rank 0 does."""
+        rank = self._first + failed
         try:
             cause = str(json.loads(self._cause_of(failed).read_text())["message"]["message"])
         except (OSError, ValueError):
             code = self._ranks[failed].returncode
             how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
             return (
-                f"trainer rank {failed} has ended {how} and without a word: look at the memory of "
+                f"trainer rank {rank} has ended {how} and without a word: look at the memory of "
                 "this machine, and at what stands above"
             )
-        return f"trainer rank {failed}: {cause.removeprefix('error: ')}" if failed else ""
+        return f"trainer rank {rank}: {cause.removeprefix('error: ')}" if rank else ""
 
     def _cause_of(self, rank: int) -> Path:
         return self._folder / f"rank_{rank}.json"

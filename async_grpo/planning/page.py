@@ -263,9 +263,8 @@ def settings(plan: Plan) -> tuple[str, ...]:
     """Lines for run.toml that set the recommended split."""
     best, asked = plan.best, plan.asked
     machines = -(-best.split.ranks // asked.fleet.of_a_node) if not asked.on_cpu else 1
-    lines = ["[train]", f"nproc_per_node = {best.split.ranks // machines}"]
-    if machines > 1:
-        lines[1] += f"  # on each of {machines:,} machines: docs/cluster.md"
+    lines = ["[launch]", f"trainer_nodes = {machines}"] if machines > 1 else []
+    lines += ["[train]", f"nproc_per_node = {best.split.ranks // machines}"]
     lines.append(f"max_staleness = {best.max_staleness}")
     if asked.is_shared:
         lines.append(f"gpus_per_rank = {asked.train.memory.gpus_per_rank:g}")

@@ -41,6 +41,7 @@ SSH_S = 60.0  # of a machine whose metrics are plotted
 
 # A process that joins a cluster.
 CLUSTER_JOINED_S = 120.0  # of a run, whose machine may be starting everything at once
+NODES_JOINED_S = 600.0  # of all nodes that a run waits for, which may import from a network disk
 RUN_JOINED_S = 20.0  # by a command that asks a run something
 
 # The controller.
@@ -144,7 +145,7 @@ RANK_BREAK_OFF_S = 8.0  # of a rank that lets go of the workers, when nothing is
 RANK_GRACE_S = 25.0  # of a rank that was asked to end, for its step and checkpoint
 RANKS_ENDED_S = 30.0  # of all ranks of a machine that were asked to end
 TRAINER_ENDED_S = 40.0  # of the command that starts them
-JOB_ENDED_S = 120  # of a job that its queue asks to end before its time is up
+JOB_ENDED_S = 900.0  # of a job that its queue asks to end before its time is up: batch, checkpoint
 LAUNCHED_ENDED_S = 180.0  # of `async-grpo launch`, which ends the trainer, workers and a Ray head
 CHILD_ENDED_S = 20.0  # of any other command
 

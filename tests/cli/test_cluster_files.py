@@ -1,33 +1,52 @@
-"""The scripts of many machines, with a Slurm and a Ray of a few lines in the place of real ones."""
+"""The files of many machines, with a Slurm, a Ray and a launch of a few lines in their places."""
 
 import os
 import re
+import shlex
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+import yaml
 
-from async_grpo.cli.train import config_of
-from async_grpo.cli.train import main as train
-from async_grpo.cli.worker import main as worker
-from async_grpo.config.worker_config import WorkerConfig
+from async_grpo.cli.assignment import Node, dispatches
+from async_grpo.cli.launch_file import launch
+from async_grpo.cli.local_run import options_of_run, planned
 
 REPOSITORY = Path(__file__).parents[2]
-SLURM = REPOSITORY / "examples" / "cluster" / "slurm.sh"
+CLUSTER = REPOSITORY / "examples" / "cluster"
+SLURM = CLUSTER / "slurm.sh"
 SCRIPTS = [*REPOSITORY.glob("tools/*.sh"), *REPOSITORY.glob("examples/**/*.sh")]
-# Says what it was asked to run, and where. A Ray head listens on its port as long as it is there;
-# the trainer does not end before all others have begun.
-SRUN = f"""#!/bin/sh
-echo "$*" >> srun.log
-case "$*" in *"ray start --head"*) exec {sys.executable} -c '
-import socket, sys, time
-listener = socket.create_server(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])))
-time.sleep(30)' "$@" ;;
-*torchrun*) n=0; while [ $(wc -l <srun.log) -lt $NUM_STEPS ] && [ $n -lt 200 ]; do
-    /bin/sleep 0.1; n=$((n + 1)); done ;; esac
+NOTE = """#!/bin/sh
+printf '%s\\n' "$(echo $(basename $0) "$*" | tr "\\n" " ")" >>noted  # at once: others write too
 """
+PROGRAMS = {
+    # Runs a command in the place of a node, as Slurm does.
+    "srun": 'while [ "${1#-}" != "$1" ]; do shift; done; exec "$@"',
+    "scontrol": "[ $1 = requeue ] || printf '%s\\n' 127.0.0.1 node2 node3",
+    "ip": '[ "$5" = ib0 ] && echo "ib0@ib0   UP   10.0.0.7/24 fe80::1/64"',
+    # A head listens as long as it is there; another node ends at once.
+    "ray": """case "$*" in *--head*) exec python -c '
+import re, socket, sys, time
+port = int(re.search("--port=([0-9]+)", str(sys.argv))[1])
+listener = socket.create_server(("127.0.0.1", port))
+time.sleep(60)' "$@" ;; esac
+""",
+    "async-grpo": """exec python -c '
+import os, signal, sys, time
+signal.signal(signal.SIGUSR1, lambda *_: sys.exit(int(os.environ["ENDS_WITH"])))
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+open("ready", "w").write(str(os.getpid()))
+end = time.monotonic() + 30
+while time.monotonic() < end and open("noted").read().count("ray start") < int(os.environ["RAYS"]):
+    time.sleep(0.05)
+time.sleep(float(os.environ["LASTS_S"]))'
+""",
+}
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
@@ -39,64 +58,140 @@ def test_every_script_is_one_for_bash(script):
 
 @pytest.fixture
 def submit(tmp_path):
-    """Runs the Slurm script on some nodes, in a folder that looks like a clone."""
-    programs = tmp_path / "bin"
-    programs.mkdir()
-    (tmp_path / ".venv" / "bin").mkdir(parents=True)
-    (tmp_path / ".venv" / "bin" / "activate").touch()
+    """Runs the Slurm script in a folder like a clone; a signal comes when the run is ready."""
+    programs = tmp_path / ".venv" / "bin"
+    programs.mkdir(parents=True)
+    for name, text in PROGRAMS.items():
+        (programs / name).write_text(NOTE + text)
+        (programs / name).chmod(0o755)
+    (programs / "python").symlink_to(sys.executable)
 
-    def run(*nodes, **variables):
-        texts = {"srun": SRUN, "sleep": "#!/bin/sh\n"}
-        texts["scontrol"] = f"#!/bin/sh\nprintf '%s\\n' {' '.join(nodes)}\n"
-        texts["python"] = f'#!/bin/sh\nexec {sys.executable} "$@"\n'
-        for name, text in texts.items():
-            (programs / name).write_text(text)
-            (programs / name).chmod(0o755)
-        environ = {
-            "PATH": f"{programs}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(tmp_path),
-            "SLURM_JOB_NODELIST": "all", "SLURM_JOB_ID": str(os.getpid()),
-            "SLURM_GPUS_ON_NODE": "8", "NUM_STEPS": "7", **variables,
+    def run(*typed, nodes=1, number=0, **variables):
+        environ = os.environ | {
+            "SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_NODELIST": "all", "ENDS_WITH": "0",
+            "SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NUM_NODES": str(nodes),
+            "SLURM_CPUS_PER_TASK": "64", "LASTS_S": "30" if number else "0",
+            "RAYS": str(nodes if nodes > 1 else 0), **variables,
         }  # fmt: skip
-        done = subprocess.run(
-            ["bash", SLURM, "run.toml"], env=environ, cwd=tmp_path, capture_output=True, text=True,
-            timeout=60, check=False,
-        )  # fmt: skip
-        log = tmp_path / "srun.log"
-        return done, log.read_text().splitlines() if log.exists() else []
+        job = subprocess.Popen(
+            ["bash", SLURM, *typed], env=environ, cwd=tmp_path, stderr=subprocess.PIPE, text=True
+        )
+        deadline = time.monotonic() + 30
+        ready = tmp_path / "ready"
+        while number and not (ready.exists() and ready.read_text()) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        if number:
+            job.send_signal(number)
+        if number == signal.SIGTERM:  # scancel: to the steps' tasks too
+            os.kill(int(ready.read_text()), number)
+        _, said = job.communicate(timeout=60)
+        noted = tmp_path / "noted"
+        return job.returncode, [each.strip() for each in noted.open()] if noted.exists() else [said]
 
     return run
 
 
-def test_the_first_machines_train_and_the_others_generate(submit, tmp_path):
-    done, commands = submit(
-        "127.0.0.1", "node2", "node3", "node4", TRAINER_NODES="2", TENSOR_PARALLEL="4"
-    )
-    assert done.returncode == 0, done.stderr
-    where = {
-        re.search(r"--nodelist=(\S+)", line)[1]: line for line in commands if "ray start" in line
-    }
-    assert set(where) == {"127.0.0.1", "node2", "node3", "node4"}  # all are nodes of Ray
-    workers = [line for line in commands if "async-grpo worker" in line]
-    assert {re.search(r"--nodelist=(\S+)", line)[1] for line in workers} == {"node3", "node4"}
-    assert all("--num-workers 2 --tensor-parallel-size 4" in line for line in workers)
-    [trainer] = [line for line in commands if "torchrun" in line]
-    assert "--nodes=2 --ntasks=2 --nodelist=127.0.0.1,node2" in trainer
-    assert "--nnodes 2 --nproc-per-node 8" in trainer and trainer.endswith("--nproc-per-node 8")
+def test_one_machine_launches_the_file_with_all_cpus_of_the_job(submit):
+    code, [step, launched] = submit("run.toml", "--num-cpus", "8")
+    assert code == 0 and launched == "async-grpo launch run.toml --num-cpus 8"
+    assert step.startswith("srun --overlap --cpu-bind=none --cpus-per-task=64 ")
+
+
+def test_several_machines_are_a_cluster_with_a_token_whose_nodes_the_launch_awaits(
+    submit, tmp_path
+):
+    code, noted = submit("run.toml", nodes=3)
+    assert code == 0, noted
+    places = [re.search(r"--nodelist=(\S+)", line)[1] for line in noted if "exec ray" in line]
+    assert sorted(places) == ["127.0.0.1", "node2", "node3"]
+    started = [line for line in noted if line.startswith("ray start")]
+    assert all("--block --num-cpus=64" in line for line in started) and len(started) == 3
+    assert not any("--node-ip-address" in line for line in started)  # Ray finds its own
+    assert sum("--head" in line for line in started) == 1
+    port = int(re.search(r"--port=(\d+)", str(started))[1])
+    assert 20000 <= port < 30000, "an ephemeral port, or one of Ray's workers, may be taken"
+    [launched] = [line for line in noted if line.startswith("async-grpo")]
+    assert launched == "async-grpo launch run.toml --ray-address=auto --await-nodes=3"
+    [step] = [line for line in noted if line.startswith("srun") and "launch" in line]
+    assert "--nodelist=127.0.0.1 " in step
     assert not list(tmp_path.glob("runs/*/ray-token")), "a token is left behind"
 
 
-def test_a_job_of_one_machine_is_sent_to_launch(submit):
-    done, commands = submit("127.0.0.1")
-    assert done.returncode == 1 and "use async-grpo launch on one machine" in done.stderr
-    assert commands == []
+def test_ray_takes_the_network_that_is_named(submit):
+    code, noted = submit("run.toml", nodes=3, NETWORK="ib0")
+    started = [line for line in noted if line.startswith("ray start")]
+    assert code == 0 and len(started) == 3
+    assert all(" --node-ip-address=10.0.0.7 " in line for line in started)
 
 
-def test_its_command_lines_are_those_of_the_example():
-    file = f"--config={REPOSITORY}/examples/qwen_7b.toml"
-    typed = [file, "--mode", "generation", "--num-workers", "8", "--tensor-parallel-size", "1"]
-    config = WorkerConfig(**worker.make_context("worker", typed).params)
-    assert (config.num_workers, config.max_num_seqs) == (8, 256)
-    assert config.engine_options == {"max_num_batched_tokens": "8192"}
-    trainer = train.make_context("train", [file, "--nproc-per-node", "8"])
-    assert trainer.params["nproc_per_node"] == 8
-    assert config_of(trainer).places.model_name_or_path == config.model_path
+def test_a_job_whose_head_does_not_start_says_where_to_look(submit, tmp_path):
+    (tmp_path / ".venv" / "bin" / "ray").write_text("#!/bin/sh\nexit 1")
+    code, noted = submit("run.toml", nodes=3)
+    assert code == 1 and not any("launch" in line for line in noted)
+
+
+@pytest.mark.parametrize(
+    ("number", "ends_with", "code", "is_queued"),
+    [
+        (signal.SIGUSR1, 0, 0, True),  # the batch was done
+        (signal.SIGUSR1, 143, 143, True),  # it took too long
+        (signal.SIGUSR1, 1, 1, False),  # it would fail again
+        (signal.SIGTERM, 0, 143, False),  # scancel
+    ],
+)
+def test_a_job_whose_time_is_up_ends_its_run_and_is_queued_again(
+    number, ends_with, code, is_queued, submit
+):
+    ended, noted = submit("run.toml", number=number, ENDS_WITH=str(ends_with))
+    assert ended == code, noted
+    assert (f"scontrol requeue {os.getpid()}" in noted) == is_queued
+
+
+@pytest.fixture(scope="module")
+def ray_job():
+    return yaml.safe_load((CLUSTER / "kuberay.yaml").read_text())["spec"]
+
+
+def pods_of(ray_job):
+    """The pods of each machine: the head's, then the others'."""
+    cluster = ray_job["rayClusterSpec"]
+    groups = cluster["workerGroupSpecs"]
+    assert all(each["replicas"] == each["minReplicas"] == each["maxReplicas"] for each in groups)
+    others = [each["template"]["spec"] for each in groups for _ in range(each["replicas"])]
+    return [cluster["headGroupSpec"]["template"]["spec"], *others]
+
+
+def test_a_ray_job_launches_an_example_that_fits_on_its_machines(ray_job, monkeypatch):
+    monkeypatch.chdir(REPOSITORY)
+    env, _, folder, *command = shlex.split(ray_job["entrypoint"])
+    assert (env, folder, command[:2]) == ("env", "/async-grpo", ["async-grpo", "launch"])
+    assert f"WORKDIR {folder}\n" in (CLUSTER / "Dockerfile").read_text()
+    run = planned(**options_of_run(launch.make_context("launch", command[2:]).params))
+    limits = [pod["containers"][0]["resources"]["limits"] for pod in pods_of(ray_job)]
+    assert (run.ray_address, run.await_nodes) == ("auto", len(limits))
+    nodes = [
+        Node(str(number), "", int(each["nvidia.com/gpu"]), float(each["cpu"]))
+        for number, each in enumerate(limits)
+    ]
+    assert {each.node.node_id for each in dispatches(run, nodes)} == {"1", "2"}
+    assert all(float(each["cpu"]) == run.num_cpus for each in limits)
+
+
+def test_pods_of_a_ray_job_have_our_image_shared_memory_and_the_run_s_folder(ray_job):
+    [ray] = re.findall(
+        r"^ray\[.*\]==(\S+)", (REPOSITORY / "requirements/base.txt").read_text(), re.M
+    )
+    assert ray_job["rayClusterSpec"]["rayVersion"] == ray
+    assert ray_job["rayClusterSpec"]["authOptions"] == {"mode": "token"}
+    for pod in pods_of(ray_job):
+        [container] = pod["containers"]
+        assert container["image"] == "async-grpo"
+        mounts = {each["name"]: each["mountPath"] for each in container["volumeMounts"]}
+        assert set(mounts.values()) == {"/dev/shm", "/async-grpo/runs"}
+        assert set(mounts) == {each["name"] for each in pod["volumes"]}
+
+
+def test_the_image_has_what_machines_need_of_each_other():
+    text = (CLUSTER / "Dockerfile").read_text()
+    installed = text.partition("--no-install-recommends")[2].partition("&&")[0].split()
+    assert {"libibverbs1", "ibverbs-providers", "iproute2", "wget", "python3-dev"} <= set(installed)

@@ -69,6 +69,9 @@ def stopped(*_):
 signal.signal(signal.SIGINT, stopped)
 if command == "check":  # beside the start: it finds nothing
     sys.exit()
+if command == "control":  # of a trainer that asks for a file, or of none
+    open("stop", "w").close()
+    sys.exit(not os.path.exists("is_controlled"))
 note(command)
 if command == "train":
     exec(open("trainer.py").read())
@@ -511,6 +514,23 @@ def test_an_interrupt_ends_the_trainer_first_and_says_where_to_go_on(
     assert f"interrupted; `async-grpo launch {tmp_path}/run/run.toml` goes on after batch 4" in err
     ends = [line[0] for line in notes(tmp_path) if "stopped" in line]
     assert ends == ["train", "worker", "worker"]
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(("is_controlled", "code"), [(True, 0), (False, 143)])
+def test_a_queue_s_signal_ends_the_batch_or_at_once_a_run_that_cannot_be_asked(
+    is_controlled, code, started, tmp_path
+):
+    if is_controlled:
+        (tmp_path / "is_controlled").touch()
+    child = started(f"while not (os.path.exists('stop') and {is_controlled}):\n    time.sleep(0.1)")
+    deadline = time.monotonic() + 30
+    while "train" not in [line[0] for line in notes(tmp_path)] and time.monotonic() < deadline:
+        time.sleep(0.1)
+    child.send_signal(signal.SIGUSR1)
+    _, err = child.communicate(timeout=60)
+    assert child.returncode == code, err
+    assert (["train", "stopped"] in [line[:-1] for line in notes(tmp_path)]) is not is_controlled
 
 
 @pytest.mark.integration

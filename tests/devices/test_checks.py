@@ -40,6 +40,20 @@ def test_a_small_folder_of_shared_memory_is_refused(tmp_path):
         inventory.check_shared_memory(tmp_path, least=1 << 60)
 
 
+@pytest.mark.parametrize(
+    ("has_folder", "library", "said"),
+    [
+        (True, "libc.so.6", ""),
+        (False, "libc.so.6", "there is no "),
+        (True, "libnone.so.1", "libnone.so.1 cannot be loaded"),
+    ],
+)
+def test_machines_whose_nccl_would_take_sockets_are_told_of(has_folder, library, said, tmp_path):
+    folder = tmp_path if has_folder else tmp_path / "infiniband"
+    reason = inventory.lacks_rdma(folder, library)
+    assert said in reason and bool(reason) == bool(said)
+
+
 def test_devices_that_torch_does_not_see_are_an_error_and_no_cpu_run():
     inventory.check_seen(make_inventory(num_devices=2), num_seen=2)
     inventory.check_seen(Inventory(), num_seen=0)

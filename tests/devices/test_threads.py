@@ -22,6 +22,7 @@ CALL_A_DEVICE = {  # {file: what of it makes its threads use the rank's device}
 }
 CALL_NONE = {
     "bridges/agent.py", "checkpoint/disk.py",  # hashing
+    "cli/run_processes.py",
     "cli/use_model.py", "cluster/cluster.py", "controller/controller.py",
     "environments/environment_worker.py", "environments/episode.py", "environments/service.py",
     "environments/tools/code.py", "environments/tools/function.py", "gateway/answer_plan.py",

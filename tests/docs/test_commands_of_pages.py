@@ -24,6 +24,7 @@ FOREIGN = {
     "--metrics-export-port",
     *("--nnodes", "--no-python", "--node-ip-address", "--num-gpus", "--object-store-memory"),
     "--port",
+    *("--batch", "--cpus-per-task", "--mem", "--requeue", "--signal"),  # of Slurm
     *("--rdzv-backend", "--rdzv-endpoint", "--shm-size", "--strict"),
 }
 

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from test_process_leash import wait_until_ended
 
 from async_grpo.cli.train import main
-from async_grpo.launch.local_ranks import choose_interfaces
+from async_grpo.launch.local_ranks import TRAINER_NODE, choose_interfaces
 from async_grpo.util import deadlines
 from async_grpo.util.ports import interfaces
 
@@ -40,13 +40,14 @@ def ends_like_a_command():
 WAITS = "ends_like_a_command(); ready(); time.sleep(600)"
 
 
-def start(rank_0, rank_1="pass"):
+def start(rank_0, rank_1="pass", **variables):
     """The command whose ranks do this."""
     indented = [code.replace("\n", "\n    ") for code in (rank_0, rank_1)]
     code = f"{COMMAND}\nif rank == 0:\n    {indented[0]}\nelse:\n    {indented[1]}\n"
     return subprocess.Popen(
         [sys.executable, "-c", code],
         cwd=REPOSITORY,
+        env=os.environ | variables,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -58,6 +59,14 @@ def ended(child):
     """Exit code, lines of output, lines of errors."""
     out, err = child.communicate(timeout=60)
     return child.returncode, out.splitlines(), err.splitlines()
+
+
+TELL = (
+    "names = ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'LOCAL_WORLD_SIZE', 'MASTER_ADDR',\n"
+    "         'MASTER_PORT', 'OMP_NUM_THREADS')\n"
+    "told = json.dumps({name: os.environ[name] for name in names})\n"
+    "os.write(1, (told + os.linesep).encode())"
+)
 
 
 def gloo_towards(master, **given):
@@ -82,13 +91,7 @@ def test_ranks_of_several_machines_meet_on_the_way_to_rank_0_and_never_by_loopba
 
 
 def test_ranks_that_end_well_are_told_where_they_meet():
-    tell = (
-        "names = ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'LOCAL_WORLD_SIZE', 'MASTER_ADDR',\n"
-        "         'MASTER_PORT', 'OMP_NUM_THREADS')\n"
-        "told = json.dumps({name: os.environ[name] for name in names})\n"
-        "os.write(1, (told + os.linesep).encode())"
-    )
-    code, out, err = ended(start(tell, tell))
+    code, out, err = ended(start(TELL, TELL))
     assert (code, err) == (0, [])
     first, second = sorted(map(json.loads, out), key=lambda told: told["RANK"])
     assert (first["RANK"], first["LOCAL_RANK"]) == ("0", "0")
@@ -96,6 +99,25 @@ def test_ranks_that_end_well_are_told_where_they_meet():
     assert (first["WORLD_SIZE"], first["LOCAL_WORLD_SIZE"]) == ("2", "2")
     assert first["MASTER_ADDR"] == "127.0.0.1"
     assert first["OMP_NUM_THREADS"] == os.environ.get("OMP_NUM_THREADS", "1")
+
+
+def test_ranks_of_another_machine_are_the_next_ones_and_meet_at_the_first():
+    code, out, err = ended(start(TELL, TELL, **{TRAINER_NODE: "1 3 10.0.0.4 23456"}))
+    assert (code, err) == (0, [])
+    told = sorted(map(json.loads, out), key=lambda told: told["RANK"])
+    assert [(each["RANK"], each["LOCAL_RANK"]) for each in told] == [("2", "0"), ("3", "1")]
+    for each in told:
+        assert (each["WORLD_SIZE"], each["LOCAL_WORLD_SIZE"]) == ("6", "2")
+        assert (each["MASTER_ADDR"], each["MASTER_PORT"]) == ("10.0.0.4", "23456")
+
+
+def test_the_first_rank_of_another_machine_is_named_in_its_log():
+    fails = (
+        "if rank == 3:\n    time.sleep(600)\n"
+        "with rank0_only_errors():\n    raise ConfigError('this node lacks the model')"
+    )
+    code, _, err = ended(start("pass", fails, **{TRAINER_NODE: "1 2 127.0.0.1 23456"}))
+    assert code == 1 and err[-1] == "error: trainer rank 2: this node lacks the model"
 
 
 def test_what_rank_0_has_said_stays_the_last_word():

@@ -3,6 +3,7 @@
 import os
 import sys
 import time
+from contextlib import nullcontext
 
 import pytest
 
@@ -37,6 +38,18 @@ def ended(code, folder, **options):
 )
 def test_the_cause_is_told_and_no_line_of_progress(code, said, tmp_path):
     assert ended(f"{NOISE}{code}", tmp_path) == f"the generation worker {said}"
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_one_that_may_end_fails_by_its_code_alone(code, tmp_path):
+    child = ChildProcess(
+        "it", [sys.executable, "-c", f"raise SystemExit({code})"], log=tmp_path / "it.log",
+        environment=os.environ, may_end=True,
+    )  # fmt: skip
+    with child:
+        child.child.wait(timeout=30)
+        with pytest.raises(WorkerError, match="exit code 3") if code else nullcontext():
+            child.check()
 
 
 def test_a_log_is_kept_over_restarts_and_whoever_fails_by_itself_is_not_started_again(

@@ -12,7 +12,7 @@ from async_grpo.cli.main import main
 from async_grpo.planning import cores, prediction, search
 from async_grpo.planning.asked import Split, fleet_of
 from async_grpo.planning.cores import Speed
-from async_grpo.planning.page import threads_in_words
+from async_grpo.planning.page import settings, threads_in_words
 from async_grpo.planning.rates import Rates
 
 # A supervised run has no workers, and no plan.
@@ -111,6 +111,16 @@ def test_the_threads_of_processes_on_cores_are_said(num_cores, rest):
     it = SimpleNamespace(best=SimpleNamespace(split=split), asked=SimpleNamespace(fleet=fleet))
     said = f"has 1 thread (OMP_NUM_THREADS) on {num_cores} cores{rest}"
     assert threads_in_words(it) == f"each of 4 processes that compute {said}"
+
+
+def test_ranks_of_several_machines_are_set_by_the_machine():
+    asked = SimpleNamespace(
+        fleet=SimpleNamespace(of_a_node=8), on_cpu=False, is_shared=False, generation=0, scorers=(),
+        workers=[SimpleNamespace(mode="generation", name="")],
+    )  # fmt: skip
+    best = SimpleNamespace(split=Split(engines=2, ranks=16, scorers=()), max_staleness=1)
+    lines = settings(SimpleNamespace(best=best, asked=asked))
+    assert lines[:4] == ("[launch]", "trainer_nodes = 2", "[train]", "nproc_per_node = 8")
 
 
 @pytest.mark.slow
