@@ -23,7 +23,16 @@ import click
 from click.shell_completion import CompletionItem
 
 from async_grpo.cli import local_run, run_processes
-from async_grpo.cli.assignment import Node, described, dispatched, dispatches, in_words, placed
+from async_grpo.cli.assignment import (
+    Node,
+    check_memory,
+    described,
+    dispatched,
+    dispatches,
+    fleet_here,
+    in_words,
+    placed,
+)
 from async_grpo.cli.boundary import EXIT_ERROR, command_boundary
 from async_grpo.cli.local_run import EMITTED, LocalRun, trust_words
 from async_grpo.cli.options import CONTEXT, OptionsCommand
@@ -145,6 +154,7 @@ def _carry_out(run: LocalRun, given: LocalRun) -> None:
         _finish(*own.get(program, (program,)), *options)
     if run.prepare and not run.goes_on:
         run_processes.refuse_broken(run, say=logger.warning, is_prepared=True)
+        run = placed(given, usable_devices())  # by the sizes of what was made
     if run.train.places.draws_weights and run.workers:
         run = with_drawn_weights(run, output_dir=str(run.folder))
     try:
@@ -197,6 +207,9 @@ def _train(run: LocalRun) -> None:
         environment, heads = stack.enter_context(run_processes.cluster_of(run, watched=(beside,)))
         nodes = _nodes(run) if run.ray_address else (HERE,)
         found = dispatches(run, nodes)
+        if run.ray_address and (fleet := fleet_here(usable_devices())).num_devices:
+            own = tuple(node.devices for node in nodes if node.devices)
+            check_memory(run, replace(fleet, nodes=own or fleet.nodes))
         workers_too = f"workers ({in_words(run, found)}) and " if found else ""
         logger.info("starting %sthe trainer ...", workers_too)
         workers: list[Watched] = [beside]
