@@ -14,11 +14,12 @@ from pathlib import Path
 import click
 
 from async_grpo.check.finding import EVERYTHING, Cost, Finding, refused, tried
-from async_grpo.cli.assignment import check_memory, devices_in, placed, placed_on
+from async_grpo.cli.assignment import placed, placed_on
 from async_grpo.cli.boundary import command_boundary
 from async_grpo.cli.deep_check import deep_findings
 from async_grpo.cli.launch_file import run_of
 from async_grpo.cli.local_run import LocalRun, check_origin
+from async_grpo.cli.memory import check_memory, devices_in
 from async_grpo.cli.options import CONTEXT
 from async_grpo.cli.run_file import trust_option
 from async_grpo.cli.train import QUIET

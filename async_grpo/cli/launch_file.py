@@ -23,18 +23,10 @@ import click
 from click.shell_completion import CompletionItem
 
 from async_grpo.cli import local_run, run_processes
-from async_grpo.cli.assignment import (
-    Node,
-    check_memory,
-    described,
-    dispatched,
-    dispatches,
-    fleet_here,
-    in_words,
-    placed,
-)
+from async_grpo.cli.assignment import Node, described, dispatched, dispatches, in_words, placed
 from async_grpo.cli.boundary import EXIT_ERROR, command_boundary
 from async_grpo.cli.local_run import EMITTED, LocalRun, trust_words
+from async_grpo.cli.memory import check_memory, fleet_here
 from async_grpo.cli.options import CONTEXT, OptionsCommand
 from async_grpo.cli.run_file import Table, as_toml, trust_option
 from async_grpo.cli.train import main as train
@@ -209,7 +201,7 @@ def _train(run: LocalRun) -> None:
         found = dispatches(run, nodes)
         if run.ray_address and (fleet := fleet_here(usable_devices())).num_devices:
             own = tuple(node.devices for node in nodes if node.devices)
-            check_memory(run, replace(fleet, nodes=own or fleet.nodes))
+            check_memory(dispatched(run, found), replace(fleet, nodes=own or fleet.nodes))
         workers_too = f"workers ({in_words(run, found)}) and " if found else ""
         logger.info("starting %sthe trainer ...", workers_too)
         workers: list[Watched] = [beside]

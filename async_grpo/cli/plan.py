@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from async_grpo.check.finding import tried
-from async_grpo.cli.assignment import MEMORY_BYTES, asked_of, fleet_here, placed_on
+from async_grpo.cli.assignment import placed_on
 from async_grpo.cli.boundary import command_boundary
 from async_grpo.cli.launch_file import run_of
 from async_grpo.cli.local_run import LocalRun, check_origin
+from async_grpo.cli.memory import MEMORY_BYTES, asked_of, fleet_here
 from async_grpo.cli.options import CONTEXT
 from async_grpo.cli.run_file import trust_option
 from async_grpo.devices.inventory import read_inventory

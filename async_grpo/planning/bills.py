@@ -84,6 +84,9 @@ def training_of(asked: Asked, num_ranks: int) -> memory.Training:
         num_ranks=num_ranks, shard_ranks=asked.shard_ranks(num_ranks),
         tokens=asked.train.batching.max_tokens_per_gpu,
     )  # fmt: skip
+    teachers = [n for n in asked.worker_models if asked.workers[n].mode == TEACHER]
+    widest = max((asked.worker_models[number].hidden for number in teachers), default=0)
+    training = replace(training, teacher_hidden=widest)
     if asked.train.memory.activation_checkpointing != "auto":
         return training
     of_host = asked.host_bytes // num_ranks or 1 << 62  # without limit where it is unknown

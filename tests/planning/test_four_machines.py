@@ -12,10 +12,11 @@ from click.testing import CliRunner
 from planning.runs import asked
 
 from async_grpo.check.finding import Finding
-from async_grpo.cli.assignment import check_memory, devices_in, placed, placed_on
+from async_grpo.cli.assignment import placed, placed_on
 from async_grpo.cli.check import findings_of
 from async_grpo.cli.launch_file import run_of
 from async_grpo.cli.main import main
+from async_grpo.cli.memory import check_memory, devices_in
 from async_grpo.devices.bill import GIB, pinned_bytes, trainer_bill
 from async_grpo.devices.inventory import Device, Inventory
 from async_grpo.planning.asked import PUBLISHED, Split, shape_of_config
