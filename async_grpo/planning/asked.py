@@ -84,8 +84,8 @@ class Asked:
 
     @property
     def engine_devices(self) -> int:
-        """Devices of one engine."""
-        return self.workers[self.generation].tensor_parallel_size
+        """Devices of one engine; 1 where nobody samples."""
+        return self.workers[self.generation].tensor_parallel_size if self.generates else 1
 
     @property
     def train_bytes(self) -> int:

@@ -6,6 +6,7 @@ rank holds by itself; CUDA's context is 1 GiB more.
 """
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -26,6 +27,7 @@ from async_grpo.util.errors import ConfigError
 SMALL, SEVEN, LARGE, HUGE = (
     "Qwen/Qwen2.5-1.5B", "Qwen/Qwen2.5-7B", "Qwen/Qwen2.5-32B", "meta-llama/Llama-3.1-70B",
 )  # fmt: skip
+OF_DEVICES = ("deepscaler", "lora_7b", "one_gpu", "qwen_7b")
 H100 = Device(0, "GPU-0", "NVIDIA H100 80GB HBM3", 81_559)  # as nvidia-smi tells
 
 
@@ -153,6 +155,25 @@ def test_what_cannot_fit_is_refused_by_every_command(devices, model, said, optio
 def test_what_fits_is_placed(devices, model, options, tmp_path):
     run = run_for(written(tmp_path, model, **options), devices)
     assert run.num_ranks == options["ranks"]
+
+
+def test_a_supervised_run_is_asked_too(tmp_path):
+    file = tmp_path / "run.toml"
+    options = f'data_path = "d.jsonl"\noutput_dir = "{tmp_path}/run"\nalgorithm = "sft"\n'
+    file.write_text(f'[train]\nmodel_name_or_path = "{SEVEN}"\n{options}')
+    with pytest.raises(ConfigError, match=r"does not fit on 1 rank: .*train an adapter"):
+        placed(run_of(str(file), ()), here(1), host_bytes=1024 * GIB)
+    assert placed(run_of(str(file), ["--offload", "parameters"]), here(1), host_bytes=1024 * GIB)
+    with pytest.raises(ConfigError, match=r"this machine has 64\.0 GiB and the run needs about 2"):
+        placed(run_of(str(file), ["--offload", "parameters"]), here(1), host_bytes=64 * GIB)
+
+
+@pytest.mark.parametrize(
+    "file",
+    [file for file in sorted(Path("examples").glob("*.toml")) if file.stem not in OF_DEVICES],
+)
+def test_no_laptop_of_4_gib_is_refused_what_is_made_for_laptops(file):
+    placed(run_of(str(file), ()), Inventory(), host_bytes=4 * GIB)
 
 
 def test_a_host_holds_copies_for_checkpoints_and_what_is_offloaded_or_is_refused():
