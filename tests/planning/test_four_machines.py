@@ -5,6 +5,7 @@ devices that are not here. The GiB are those of the second reading of the device
 rank holds by itself; CUDA's context is 1 GiB more.
 """
 
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -174,6 +175,17 @@ def test_a_supervised_run_is_asked_too(tmp_path):
 )
 def test_no_laptop_of_4_gib_is_refused_what_is_made_for_laptops(file):
     placed(run_of(str(file), ()), Inventory(), host_bytes=4 * GIB)
+
+
+def test_launch_refuses_on_this_machine_within_seconds_and_makes_nothing(tmp_path):
+    file = written(tmp_path, HUGE, ranks=8, engines=8)  # 2.5 TiB, were it on CPUs
+    began = time.monotonic()
+    done = CliRunner().invoke(main, ["launch", file, "--dry-run"])
+    assert time.monotonic() - began < 20
+    assert done.exit_code == 1 and "--unchecked-memory starts it all the same" in done.output
+    assert not (tmp_path / "run").exists()
+    done = CliRunner().invoke(main, ["launch", file, "--dry-run", "--unchecked-memory"])
+    assert done.exit_code == 0 and "unchecked_memory = true" in done.output
 
 
 def test_a_host_holds_copies_for_checkpoints_and_what_is_offloaded_or_is_refused():
