@@ -32,12 +32,14 @@ if TYPE_CHECKING:
 OF_ENGINE, OF_SCORER = 4, 2  # weights of shares: an engine and a trainer hold more than a forward
 
 
-def placed(run: LocalRun, inventory: Inventory, *, host_bytes: int = MEMORY_BYTES) -> LocalRun:
+def placed(
+    run: LocalRun, inventory: Inventory, *, host_bytes: int = MEMORY_BYTES, starts: bool = True
+) -> LocalRun:
     """The run with a device of this machine, or a share of one, for each rank and worker.
 
-    A run on another cluster gets none. Raises `ConfigError` when the devices do not suffice, or a
-    device or this machine holds too little, and `UnfitModel` for an adapter's folder that holds
-    none.
+    A run on another cluster gets none. Raises `ConfigError` when the devices do not suffice, or,
+    where it `starts`, a device or this machine holds too little, and `UnfitModel` for an adapter's
+    folder that holds none.
     """
     adapter = stated_adapter(run.train.adapter)
     workers = serving_adapters(run.train, adapter, run.workers, on_cpu=not inventory.devices)
@@ -49,7 +51,8 @@ def placed(run: LocalRun, inventory: Inventory, *, host_bytes: int = MEMORY_BYTE
         return run
     fleet = fleet_here(inventory)
     found = placed_on(run, fleet)
-    check_memory(found, fleet, host_bytes=host_bytes)
+    if starts:
+        check_memory(found, fleet, host_bytes=host_bytes)
     return replace(found, placement=f"{inventory} here; {found.placement}")
 
 

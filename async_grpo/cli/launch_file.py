@@ -96,16 +96,25 @@ def launch(*, plan_for: str, dry_run: bool, emit: str | None, **options: Any) ->
     \b
     e.g. examples/quickstart.toml --num-training-batches 40 --output-dir runs/short
     """
-    run = local_run.planned(starts=not (plan_for or dry_run or emit), **options)
-    if plan_for:
-        click.echo(described(run, plan_for))
+    starts = not (plan_for or dry_run or emit)
+    run = local_run.planned(starts=starts, **options)
+    if starts:
+        run_here(run)
     elif emit:
         click.echo(EMITTED[emit](run), nl=False)
-    elif dry_run:
-        commands = local_run.commands_of(placed(run, usable_devices()))
-        click.echo(local_run.resolved_text(run, commands=commands), nl=False)
     else:
-        run_here(run)
+        from async_grpo.check.described import users_code_confined
+
+        with users_code_confined(trusted=options["trust"]):  # bills ask the algorithm
+            _describe(run, plan_for)
+
+
+def _describe(run: LocalRun, plan_for: str) -> None:
+    if plan_for:
+        click.echo(described(run, plan_for))
+    else:
+        commands = local_run.commands_of(placed(run, usable_devices(), starts=False))
+        click.echo(local_run.resolved_text(run, commands=commands), nl=False)
 
 
 def run_of(file: str, options: Sequence[str]) -> LocalRun:

@@ -9,10 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from async_grpo.check.finding import tried
 from async_grpo.cli.local_run import LocalRun
 from async_grpo.devices.inventory import Inventory
 from async_grpo.model.foreign_folders import stated_adapter
-from async_grpo.util.errors import ConfigError, UnfitModel
+from async_grpo.util.errors import AsyncGrpoError, ConfigError, UnfitModel
 from async_grpo.weight_sync.routes import serving_adapters
 
 if TYPE_CHECKING:
@@ -87,17 +88,15 @@ def check_memory(run: LocalRun, fleet: Fleet, *, host_bytes: int = 0) -> None:
 
 
 def _sized(run: LocalRun, fleet: Fleet, *, host_bytes: int = 0) -> Asked | None:
-    """The run with the sizes of its models; None where one is not known yet, or is quantised."""
+    """The run with the sizes of its models; None where one is not known, or is quantised."""
     from async_grpo.model.foreign_folders import quantization_of
 
     folders = [_folder(each.model_path) for each in run.workers if each.serves_model]
     packed = [each for each in folders if each and quantization_of(each)]
     if packed or any("quantization" in each.engine_options for each in run.workers):
         return None
-    try:
-        return asked_of(run, fleet, host_bytes=host_bytes)
-    except UnfitModel:
-        return None
+    asked = tried(lambda: asked_of(run, fleet, host_bytes=host_bytes))
+    return None if isinstance(asked, AsyncGrpoError) else asked  # others say what is wrong with it
 
 
 def needs_of(run: LocalRun, fleet: Fleet) -> Mapping[int | None, float]:
