@@ -10,12 +10,11 @@ of it, above what it held after its imports.
 
 from __future__ import annotations
 
-import math
 import multiprocessing
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -71,11 +70,13 @@ class Case:
     whole: bool = False  # each rank loads the whole model before it is sharded, as it once was
     num_tokens: int = 0  # of a minibatch; 0: nothing is trained
     options: tuple[tuple[str, Any], ...] = ()  # of the run
+    saves: bool = False  # a checkpoint after the first step and the last, and trains on
 
     @property
     def name(self) -> str:
         words = [self.model, f"{self.num_ranks} ranks", *(str(value) for _, value in self.options)]
-        return ", ".join([*words, *([f"{self.num_tokens} tokens"] if self.num_tokens else [])])
+        words += [f"{self.num_tokens} tokens"] * bool(self.num_tokens) + ["saves"] * self.saves
+        return ", ".join(words)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +106,8 @@ TRAINED = (
     Case("31M", 1, num_tokens=2048, options=(ON,)),
     Case("31M", 2, num_tokens=1024, options=(OFF, ("fsdp_sharding_strategy", "SHARD_GRAD_OP"))),
     Case("31M", 2, num_tokens=1024, options=(ON, ("defer_gradient_sync", True))),
+    Case("31M", 1, num_tokens=1024, options=(OFF,), saves=True),
+    Case("31M", 2, num_tokens=1024, options=(OFF, ("offload", "optimizer")), saves=True),
 )
 QUICK = (Case("7M", 1, num_tokens=512, options=(OFF,)), Case("7M", 2))
 
@@ -206,6 +209,7 @@ def run_rank(rank: int, case: Case, model: str, store: str, pipe: Connection) ->
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from async_grpo.algorithms.find import find_algorithm
+    from async_grpo.checkpoint.tensors import Staging
     from async_grpo.config.train_config import TrainConfig
     from async_grpo.model.policy import PolicyModel, model_shape
     from async_grpo.training.billing import as_billed
@@ -247,14 +251,17 @@ def run_rank(rank: int, case: Case, model: str, store: str, pipe: Connection) ->
         held = learner = Learner.build(config, ranks)
         step = lambda: train(learner, case.num_tokens)  # noqa: E731
     arrive("loaded")
-    for _ in range(2 if case.num_tokens else 0):  # in the second there are moments
+    staging = Staging()
+    for _ in range((2 + case.saves) * bool(case.num_tokens)):  # in the second there are moments
         step()
+        if case.saves:
+            staging.copy(learner)
     training = as_billed(
         config.memory, find_algorithm(config), number_bytes=torch.float32.itemsize,
         num_ranks=case.num_ranks, shard_ranks=mesh.size(-1), tokens=case.num_tokens or 1,
     )  # fmt: skip
-    bill = trainer_bill(shape, training)
-    arrive((shape, math.ceil(bill.total)))
+    bill = trainer_bill(shape, replace(training, saves=case.saves))
+    arrive((shape, bill.total + bill.on_host))  # all in one memory
     dist.barrier()
     dist.destroy_process_group()
     del held

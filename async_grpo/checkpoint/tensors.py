@@ -29,13 +29,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from async_grpo.checkpoint import disk
 from async_grpo.checkpoint.resume import Start
 from async_grpo.model.policy import trained_parameters
-from async_grpo.training.fsdp import LibraryAdamW, as_shard, moments_of, reshard
+from async_grpo.model.weight_files import local_part
+from async_grpo.training.fsdp import LibraryAdamW, as_shard, host_memory, moments_of, reshard
 from async_grpo.training.learner import Learner
 from async_grpo.util.errors import CheckpointError
 
@@ -53,26 +53,24 @@ class Staging:
     """
 
     def __init__(self) -> None:
-        self._buffers: Tensors = {}
+        self._buffers: list[Tensor] = []
 
     def copy(self, learner: Learner) -> Tensors:
         """The rank's current tensors by name; only the first call is collective."""
         reshard(learner.policy)
         state = _named_state(learner)
-        staged = {name: self._staged(name, tensor) for name, tensor in state.items()}
+        own = [local_part(tensor) for tensor in state.values()]
+        if [each.nbytes for each in self._buffers] != [each.nbytes for each in own]:
+            self._buffers = []  # of a save before AdamW had moments
+            self._buffers = host_memory(own)
+        copies = zip(state.items(), own, self._buffers, strict=True)
+        staged = {
+            name: as_shard(buffer.copy_(each, non_blocking=True), tensor)
+            for (name, tensor), each, buffer in copies
+        }
         if learner.device.type == "cuda":
             torch.cuda.synchronize(learner.device)  # copies into pinned memory are asynchronous
         return staged | _random_states()
-
-    def _staged(self, name: str, tensor: Tensor) -> Tensor:
-        """A copy of a tensor, or of its shard, in host memory."""
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        if name not in self._buffers:
-            self._buffers[name] = torch.empty(
-                local.shape, dtype=local.dtype, device="cpu", pin_memory=local.is_cuda
-            )
-        buffer = self._buffers[name].copy_(local, non_blocking=True)
-        return as_shard(buffer, tensor)
 
 
 def save_tensors(tensors: Tensors, folder: Path, *, group: dist.ProcessGroup) -> dict[str, str]:

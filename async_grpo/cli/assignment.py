@@ -1,13 +1,25 @@
-"""Places a run's ranks and workers on devices and nodes, before `launch` starts anything."""
+"""Places a run's ranks and workers on devices and nodes, before `launch` starts anything.
+
+What cannot be held there, by the bills of memory of `planning`, is refused.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from async_grpo.cli.local_run import LocalRun
-from async_grpo.config.roles import ENGINES, GENERATION
+from async_grpo.cli.memory import (
+    MEMORY_BYTES,
+    NOTHING,
+    check_memory,
+    devices_in,
+    fleet_here,
+    needs_of,
+)
+from async_grpo.config.roles import ENGINES, GENERATION, JUDGE
 from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.devices.inventory import Inventory
 from async_grpo.devices.placement import Demand, Placement, plan, plan_in_turns
@@ -15,14 +27,20 @@ from async_grpo.model.foreign_folders import stated_adapter
 from async_grpo.util.errors import ConfigError
 from async_grpo.weight_sync.routes import serving_adapters
 
+if TYPE_CHECKING:
+    from async_grpo.planning.asked import Fleet
+
 OF_ENGINE, OF_SCORER = 4, 2  # weights of shares: an engine and a trainer hold more than a forward
 
 
-def placed(run: LocalRun, inventory: Inventory) -> LocalRun:
+def placed(
+    run: LocalRun, inventory: Inventory, *, host_bytes: int = MEMORY_BYTES, starts: bool = True
+) -> LocalRun:
     """The run with a device of this machine, or a share of one, for each rank and worker.
 
-    A run on another cluster gets none. Raises `ConfigError` when the devices do not suffice, and
-    `UnfitModel` for an adapter's folder that holds none.
+    A run on another cluster gets none. Raises `ConfigError` when the devices do not suffice, or,
+    where it `starts`, a device or this machine holds too little, and `UnfitModel` for an adapter's
+    folder that holds none.
     """
     adapter = stated_adapter(run.train.adapter)
     workers = serving_adapters(run.train, adapter, run.workers, on_cpu=not inventory.devices)
@@ -37,13 +55,19 @@ def placed(run: LocalRun, inventory: Inventory) -> LocalRun:
             f"--trainer-nodes must be 1 without --ray-address, got {run.trainer_nodes}: name the "
             "cluster that has the machines, or --emit the job of a queue (docs/cluster.md)"
         )
-    found = placed_on(run, [len(inventory.devices)])
+    fleet = fleet_here(inventory)
+    found = placed_on(run, fleet)
+    if starts:
+        check_memory(found, fleet, host_bytes=host_bytes)
     return replace(found, placement=f"{inventory} here; {found.placement}")
 
 
-def placed_on(run: LocalRun, nodes: Sequence[int]) -> LocalRun:
-    """The run placed on machines of so many devices each, which need not be here."""
-    found = plan_on(nodes, run)
+def placed_on(run: LocalRun, fleet: Fleet) -> LocalRun:
+    """The run placed on the devices of machines, which need not be here.
+
+    Shares of a device are those that the bills need; what is left of it goes to engines' caches.
+    """
+    found = plan_on(fleet.nodes, run, needs=needs_of(run, fleet))
     ranks, *others = found.placed
     with_devices = iter(others)
     workers = list(run.workers)
@@ -56,41 +80,52 @@ def placed_on(run: LocalRun, nodes: Sequence[int]) -> LocalRun:
         train=run.train.but(gpus_per_rank=ranks.share),
         workers=tuple(workers),
         num_ranks=ranks.count,
-        num_devices=sum(nodes),
+        num_devices=fleet.num_devices,
         placement=found.sentence,
     )
 
 
-def plan_on(nodes: Sequence[int], run: LocalRun) -> Placement:
+def plan_on(
+    nodes: Sequence[int], run: LocalRun, *, needs: Mapping[int | None, float] = NOTHING
+) -> Placement:
     """Place a run's ranks and workers on machines of so many devices; `launch` has one.
 
+    `needs`: the least share of a device by the number of a worker's table, None for ranks.
     Raises `ConfigError` when the devices do not suffice.
     """
     ranks = Demand(
-        "trainer rank", run.num_ranks, share=run.train.memory.gpus_per_rank, weight=OF_ENGINE
-    )
-    demands = [each for each in map(_demand, run.workers) if each.count]
+        "trainer rank", run.num_ranks, share=run.train.memory.gpus_per_rank, weight=OF_ENGINE,
+        need=needs.get(None, 0.0),
+    )  # fmt: skip
+    tables = enumerate(run.workers)
+    demands = [_demand(each, needs.get(number, 0.0)) for number, each in tables if each.num_devices]
+    demands = [each for each in demands if each.count]
     if run.train.memory.colocated:
         return plan_in_turns(nodes, ranks=ranks, workers=demands, engines=f"{GENERATION} worker")
     return plan(nodes, ranks=ranks, workers=demands)
 
 
-def _demand(config: WorkerConfig) -> Demand:
+def _demand(config: WorkerConfig, need: float) -> Demand:
     return Demand(
         f"{config.role} worker",
-        config.num_workers if config.num_devices else 0,
+        config.num_workers,
         devices=config.num_devices,
         share=config.gpus_per_worker,
         weight=OF_ENGINE if config.mode in ENGINES else OF_SCORER,
+        need=need,
+        fills=config.mode in (GENERATION, JUDGE),
     )
 
 
 def described(run: LocalRun, devices: str) -> str:
-    """How a run would be placed on machines of so many devices, as `devices_in` reads them.
+    """How a run would be placed on machines of such devices, as `devices_in` reads them.
 
-    A line a seat, for people: Ray may number the devices of a node otherwise.
+    A line a seat, for people: Ray may number the devices of a node otherwise. Raises `ConfigError`
+    where a device holds too little.
     """
-    found = plan_on(devices_in(devices), run)
+    fleet = devices_in(devices)
+    check_memory(placed_on(run, fleet), fleet)
+    found = plan_on(fleet.nodes, run, needs=needs_of(run, fleet))
     lines = [found.sentence]
     for seat in found.seats:
         place = f"device {', '.join(map(str, seat.devices))}" if seat.devices else "CPU"
@@ -99,23 +134,9 @@ def described(run: LocalRun, devices: str) -> str:
     return "\n".join(lines)
 
 
-def devices_in(text: str) -> tuple[int, ...]:
-    """Devices of each machine; raises `ConfigError` unless the text is numbers and commas.
-
-    >>> devices_in("8,8")
-    (8, 8)
-    """
-    try:
-        return tuple(int(each) for each in text.split(","))
-    except ValueError:
-        raise ConfigError(
-            f"--plan-for must be the devices of each machine, such as 8 or 8,8, got {text!r}"
-        ) from None
-
-
 def of_a_job(run: LocalRun, devices: str) -> tuple[int, ...]:
     """Devices of each machine of a job, as many as the least of `devices` has; refuses too few."""
-    given = devices_in(devices)
+    given = devices_in(devices).nodes
     machines = (min(given),) * len(given)
     plan_on(machines, run)
     return machines

@@ -14,11 +14,12 @@ from pathlib import Path
 import click
 
 from async_grpo.check.finding import EVERYTHING, Cost, Finding, refused, tried
-from async_grpo.cli.assignment import devices_in, placed, placed_on
+from async_grpo.cli.assignment import placed, placed_on
 from async_grpo.cli.boundary import command_boundary
 from async_grpo.cli.deep_check import deep_findings
 from async_grpo.cli.launch_file import run_of
 from async_grpo.cli.local_run import LocalRun, check_origin
+from async_grpo.cli.memory import check_memory, devices_in
 from async_grpo.cli.options import CONTEXT
 from async_grpo.cli.run_file import trust_option
 from async_grpo.cli.train import QUIET
@@ -108,9 +109,7 @@ def _findings(
     from async_grpo.check.facts import gather
 
     facts = gather(run, tries_rewards=tries_rewards, cost=cost)
-    found = tried(
-        lambda: placed_on(run, devices_in(plan_for)) if plan_for else placed(run, usable_devices())
-    )
+    found = tried(lambda: _placed_for(run, plan_for) if plan_for else placed(run, usable_devices()))
     if isinstance(found, AsyncGrpoError):
         return check_all(run, replace(facts, placement=found), cost=cost)
     facts = replace(facts, placement=found.placement, num_devices=found.num_devices)
@@ -118,6 +117,13 @@ def _findings(
     if deep and not any(finding.level == "error" for finding in findings):
         findings += deep_findings(found, facts)
     return findings
+
+
+def _placed_for(run: LocalRun, plan_for: str) -> LocalRun:
+    fleet = devices_in(plan_for)
+    found = placed_on(run, fleet)
+    check_memory(found, fleet)
+    return found
 
 
 @contextmanager

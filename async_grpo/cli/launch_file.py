@@ -26,6 +26,7 @@ from async_grpo.cli import assignment, local_run, run_processes
 from async_grpo.cli.assignment import Node, described, dispatched, dispatches, in_words, placed
 from async_grpo.cli.boundary import EXIT_ERROR, command_boundary
 from async_grpo.cli.local_run import EMITTED, LocalRun, trust_words
+from async_grpo.cli.memory import check_memory, fleet_here
 from async_grpo.cli.options import CONTEXT, OptionsCommand
 from async_grpo.cli.run_file import Table, as_toml, trust_option
 from async_grpo.cli.train import main as train
@@ -108,17 +109,26 @@ def launch(*, plan_for: str, dry_run: bool, emit: str | None, **options: Any) ->
     \b
     e.g. examples/quickstart.toml --num-training-batches 40 --output-dir runs/short
     """
-    run = local_run.planned(starts=not (plan_for or dry_run or emit), **options)
-    if emit:
+    starts = not (plan_for or dry_run or emit)
+    run = local_run.planned(starts=starts, **options)
+    if starts:
+        run_here(run)
+    elif emit:
         machines = assignment.of_a_job(run, plan_for) if plan_for else ()
         click.echo(EMITTED[emit](run, machines), nl=False)
-    elif plan_for:
-        click.echo(described(run, plan_for))
-    elif dry_run:
-        commands = local_run.commands_of(placed(run, usable_devices()))
-        click.echo(local_run.resolved_text(run, commands=commands), nl=False)
     else:
-        run_here(run)
+        from async_grpo.check.described import users_code_confined
+
+        with users_code_confined(trusted=options["trust"]):  # bills ask the algorithm
+            _describe(run, plan_for)
+
+
+def _describe(run: LocalRun, plan_for: str) -> None:
+    if plan_for:
+        click.echo(described(run, plan_for))
+    else:
+        commands = local_run.commands_of(placed(run, usable_devices(), starts=False))
+        click.echo(local_run.resolved_text(run, commands=commands), nl=False)
 
 
 def run_of(file: str, options: Sequence[str]) -> LocalRun:
@@ -162,6 +172,7 @@ def _carry_out(run: LocalRun, given: LocalRun) -> None:
         _finish(*own.get(program, (program,)), *options)
     if run.prepare and not run.goes_on:
         run_processes.refuse_broken(run, say=logger.warning, is_prepared=True)
+        run = placed(given, usable_devices())  # by the sizes of what was made
     if run.train.places.draws_weights and run.workers:
         run = with_drawn_weights(run, output_dir=str(run.folder))
     try:
@@ -214,6 +225,9 @@ def _train(run: LocalRun) -> None:
         environment, heads = stack.enter_context(run_processes.cluster_of(run))
         nodes = _nodes(run) if run.ray_address else (HERE,)
         found = dispatches(run, nodes)
+        if run.ray_address and (fleet := fleet_here(usable_devices())).num_devices:
+            own = tuple(node.devices for node in nodes if node.devices)
+            check_memory(dispatched(run, found), replace(fleet, nodes=own or fleet.nodes))
         workers_too = f"workers ({in_words(run, found)}) and " if found else ""
         logger.info("starting %sthe trainer ...", workers_too)
         workers: list[Watched] = [beside]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import tomllib
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,19 +16,17 @@ from async_grpo.cli.assignment import placed_on
 from async_grpo.cli.boundary import command_boundary
 from async_grpo.cli.launch_file import run_of
 from async_grpo.cli.local_run import LocalRun, check_origin
+from async_grpo.cli.memory import MEMORY_BYTES, asked_of, fleet_here
 from async_grpo.cli.options import CONTEXT
 from async_grpo.cli.run_file import trust_option
+from async_grpo.devices.inventory import read_inventory
 from async_grpo.util.errors import AsyncGrpoError, ConfigError, UnfitModel
 from async_grpo.util.run_folder import RUN_FILE
 
 if TYPE_CHECKING:
-    from async_grpo.devices.bill import ModelShape
     from async_grpo.planning.asked import Asked, Fleet
     from async_grpo.planning.measured import EarlierRun
     from async_grpo.planning.page import Plan
-
-CONFIG = "config.json"
-ASSUMED_LONGEST = 32_768
 
 
 @click.command("plan", context_settings={**CONTEXT, "ignore_unknown_options": True})
@@ -38,6 +34,9 @@ ASSUMED_LONGEST = 32_768
 @click.argument("train_options", metavar="[TRAIN OPTIONS]...", nargs=-1, type=click.UNPROCESSED)
 @click.option("--devices", default="", metavar="N|8,8|16xH200", show_default="this machine's",
               help="devices that it may have: how many, of each machine, their kind")  # fmt: skip
+@click.option("--host-gib", type=click.FloatRange(0), default=0.0, metavar="GIB",
+              show_default="this machine's, without --devices",
+              help="memory of each machine, which then must hold its processes too")  # fmt: skip
 @click.option("--rates", default="", metavar="FILE",
               help="TOML of speeds that you know, in tables as --json shows them")  # fmt: skip
 @click.option("--from-run", multiple=True, metavar="RUN",
@@ -84,15 +83,19 @@ def plan_of(
     output_tokens: float = 0.0,
     prompt_tokens: int = 0,
     shape_of: str = "",
+    host_gib: float = 0.0,
 ) -> Plan:
     """The plan of a run; raises `ConfigError` or `UnfitModel` for what cannot be planned."""
-    from async_grpo.planning.bills import bills_of, check_fits
+    from async_grpo.devices.bill import GIB
+    from async_grpo.planning.asked import fleet_of
+    from async_grpo.planning.bills import bills_of, check_fits, check_hosts
     from async_grpo.planning.measured import RateSources, lengths_of, work_of
     from async_grpo.planning.page import Plan
     from async_grpo.planning.search import search
 
-    fleet = _fleet(devices)
-    asked = asked_of(_placed(run, fleet), fleet, shape_of=shape_of)
+    fleet = fleet_of(devices) if devices else fleet_here(read_inventory(), measured=True)
+    held = int(host_gib * GIB) or (0 if devices else MEMORY_BYTES)
+    asked = asked_of(_placed(run, fleet), fleet, shape_of=shape_of, host_bytes=held)
     check_fits(asked)
     known = RateSources(
         runs=tuple(_earlier(name, asked, shape_of) for name in from_run), given=_tables(rates),
@@ -106,92 +109,15 @@ def plan_of(
         lengths = replace(lengths, source=f"{lengths.source}, prompts of the data")
     work = work_of(asked, known, lengths)
     found = search(work, asked)
+    check_hosts(asked, found.best.split)
     return Plan(work(found.best.split), bills_of(asked, found.best.split), found)
-
-
-def asked_of(run: LocalRun, fleet: Fleet, *, shape_of: str = "") -> Asked:
-    """A run with the sizes of its models, for the planner."""
-    from async_grpo.devices.bill import FLOAT32
-    from async_grpo.model.foreign_folders import stated_adapter, stated_config
-    from async_grpo.planning.asked import BF16, Asked
-    from async_grpo.weight_sync.routes import serving_adapters
-
-    host_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    with_model = {number: each for number, each in enumerate(run.workers) if each.serves_model}
-    adapter = stated_adapter(run.train.adapter)
-    workers = serving_adapters(run.train, adapter, run.workers, on_cpu=not fleet.num_devices)
-    folder = _folder(run.train.places.model_name_or_path)
-    stated = stated_config(folder) if folder else {}
-    is_half = not folder or "bfloat16" in (stated.get("dtype"), stated.get("torch_dtype"))
-    asked = Asked(
-        train=run.train,
-        workers=workers,
-        num_ranks=run.num_ranks,
-        model=read_shape(run.train.places.model_name_or_path, instead=shape_of),
-        worker_models={
-            number: read_shape(each.model_path, instead=shape_of)
-            for number, each in with_model.items()
-        },
-        longest={
-            number: each.max_model_len or read_positions(each.model_path) or ASSUMED_LONGEST
-            for number, each in with_model.items()
-        },
-        fleet=fleet,
-        host_bytes=0 if fleet.num_devices else host_bytes,
-        stored_bytes=BF16 if is_half else FLOAT32,
-    )
-    return asked.adapted(adapter, run.train)
-
-
-def read_shape(model: str, *, instead: str = "") -> ModelShape:
-    """The sizes of a model: a folder, one in the hub's cache, or a published name; or `instead`.
-
-    Weights are not read, and no network is asked. Raises `UnfitModel` for what is not known.
-    """
-    from async_grpo.model.model_folder import weights_size
-    from async_grpo.planning.asked import published_config, shape_of_config, unknown_model
-
-    folder = _folder(model)
-    if folder is not None:
-        size = weights_size(str(folder))
-        try:
-            config = json.loads((folder / CONFIG).read_text())
-        except ValueError as error:
-            raise UnfitModel(f"{folder / CONFIG} is no JSON: {error}") from None
-        count = size.num_parameters if size else 0
-        return shape_of_config(config, who=model, num_parameters=count)
-    if config := published_config(model):
-        return shape_of_config(config, who=model)
-    if instead and instead != model:
-        return read_shape(instead)
-    raise unknown_model(model)
-
-
-def read_positions(model: str) -> int:
-    """The longest sequence that a model's config states; 0 where it does not, or is not here."""
-    from async_grpo.model.model_folder import stated_positions
-
-    folder = _folder(model)
-    return (folder and stated_positions(folder)) or 0
-
-
-def _folder(model: str) -> Path | None:
-    """The folder that holds the model's config; None: there is none."""
-    if (Path(model) / CONFIG).is_file():
-        return Path(model)
-    if Path(model).exists() or model.count("/") != 1 or model.startswith((".", "/")):
-        return None
-    from huggingface_hub import try_to_load_from_cache
-
-    found = try_to_load_from_cache(model, CONFIG)
-    return Path(found).parent if isinstance(found, str) else None
 
 
 def _placed(run: LocalRun, fleet: Fleet) -> LocalRun:
     """The run with whole devices; where they are too few, with shares as `launch` gives them."""
     is_colocated = run.train.memory.colocated
     if is_colocated or fleet.num_devices < 1 + sum(each.num_devices for each in run.workers):
-        return placed_on(run, fleet.nodes)
+        return placed_on(run, fleet)
     workers = tuple(replace(each, gpus_per_worker=1.0) for each in run.workers)
     train = run.train.but(gpus_per_rank=1.0)
     return replace(run, train=train, workers=workers)
@@ -210,27 +136,6 @@ def _prompt_of_data(run: LocalRun) -> int:
     read = () if isinstance(reads, AsyncGrpoError) else reads
     lengths = [each for one in read if one.purpose == "train" for each in one.lengths.tolist()]
     return round(fmean(lengths)) if lengths else 0
-
-
-def _fleet(text: str) -> Fleet:
-    """The devices of --devices, or this machine's devices, or its cores."""
-    from async_grpo.devices.inventory import read_inventory
-    from async_grpo.planning.asked import CPU, KINDS, Fleet, fleet_of
-
-    if text:
-        return fleet_of(text)
-    names = [each.name for each in read_inventory().devices]
-    kind = next((kind for kind in KINDS if any(kind in name for name in names)), "")
-    if names:
-        return fleet_of(f"{len(names)}", kind=kind)
-    from async_grpo.planning.cores import num_threads, read_speed
-
-    threads = num_threads()
-    speed = read_speed(threads=threads)
-    core = replace(
-        CPU, flops=speed.flops, bytes_per_s=speed.bytes_per_s, source="measured on these cores"
-    )
-    return Fleet((), core, num_cores=len(os.sched_getaffinity(0)), threads=threads)
 
 
 def _tables(file: str) -> dict[str, object]:

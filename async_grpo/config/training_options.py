@@ -246,6 +246,8 @@ class MemoryOptions(Options):
     colocated: bool = option(False)
     """ranks and generation workers have the same devices in turns: engines sleep while a batch is
     trained, and the ranks' weights and moments wait in the host's memory while they sample"""
+    unchecked_memory: bool = option(False, change=Change.INCIDENTAL)
+    """start though the bill of memory says that a device or a machine holds too little"""
     peak_tflops: str = option("auto", change=Change.INCIDENTAL)
     """TFLOP/s that a rank's device could do, by which mfu is told; measure: by products as the run
     starts; auto: measured on a device, and no mfu on a CPU"""

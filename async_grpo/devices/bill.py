@@ -113,6 +113,9 @@ class Training:
     offload: str = "none"  # none, optimizer, parameters
     moment_bytes: float = FLOAT32  # of one number of a moment
     pages_moments: bool = False  # they move to the host where a device has too little
+    saves: bool = False  # checkpoints
+    payload: str = ""  # of teachers, besides log-probabilities: topk, hidden, logits
+    teacher_hidden: int = 0  # size of their hidden states; 0: as the policy's
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +160,8 @@ class Bill:
 def trainer_bill(model: ModelShape, training: Training) -> Bill:
     """The bill of one rank from its second step on, when AdamW has its moments."""
     working = _working(model, training)
-    return Bill().plus(*_held(model, training), *_activations(model, training), working)
+    payload = _payload(model, training)
+    return Bill().plus(*_held(model, training), *_activations(model, training), *payload, working)
 
 
 def with_checkpointing_if_needed(
@@ -192,6 +196,7 @@ def _held(model: ModelShape, training: Training) -> tuple[Line, ...]:
     gathered_layers = training.compute_bytes * of_layer * layers
     whole = FLOAT32 * trained if training.defers else 0
     copies = moments if training.offload == "optimizer" else 0
+    staged, of_staged = (own + moments, f"{FLOAT32 + each:g} {letter} / ranks, of what is saved")
     return (
         Line("the frozen model",
              frozen * ceil((model.num_parameters - packed) / training.shard_ranks),
@@ -202,6 +207,7 @@ def _held(model: ModelShape, training: Training) -> tuple[Line, ...]:
         Line("gradients", own, of_own, moves),
         Line("AdamW's moments", moments, of_moments, steps),
         Line("copies that AdamW steps on", copies, of_moments, True),
+        Line("copies for a checkpoint", staged * training.saves, of_staged, True),
         Line("the old policy", own if training.keeps_old_policy else 0, of_own, moves),
         Line("the first policy", own if training.keeps_first_policy else 0, of_own, moves),
         Line("whole gradients that wait", whole, f"4 {letter}"),
@@ -247,6 +253,33 @@ def layer_token_bytes(model: ModelShape, size: int) -> int:
     of_heads = (model.query_width + model.key_width) * (FLOAT32 + normalised) * model.norms_heads
     attention = size * (3 * model.query_width + 2 * model.key_width) + FLOAT32 * model.num_heads
     return norms + of_heads + attention + 4 * size * model.intermediate + between
+
+
+def _payload(model: ModelShape, training: Training) -> tuple[Line, ...]:
+    """A minibatch of what teachers send in full; of hidden states their heads too."""
+    size, width = training.compute_bytes, training.teacher_hidden or model.hidden
+    states = size * training.num_tokens * (training.payload == "hidden")
+    logits = size * training.num_tokens * (training.payload == "logits")
+    return (
+        Line("teachers' hidden states", states * width, "e T H of the teacher"),
+        Line("a teacher's head", size * model.vocab_size * width * bool(states), "e V H"),
+        Line("teachers' logits", logits * model.vocab_size, "e T V"),
+    )
+
+
+def pinned_bytes(model: ModelShape, ranks: int) -> int:
+    """Bytes of float32 shards of all parameters, each in a pinned block of its own.
+
+    torch takes the next power of two of each block, and keeps it: up to twice `4 P / ranks`.
+    """
+    hidden, mlp = model.hidden, model.intermediate
+    rows = [model.query_width, *[model.key_width] * 2, hidden, *[mlp] * 2, hidden]
+    columns = [*[hidden] * 3, model.query_width, *[hidden] * 2, mlp]
+    own = [FLOAT32 * ceil(n / ranks) * each for n, each in zip(rows, columns, strict=True)]
+    ends = FLOAT32 * ceil(model.vocab_size / ranks) * hidden
+    num_ends = model.root_parameters // (model.vocab_size * hidden)
+    rounded = model.num_layers * sum(1 << (n - 1).bit_length() for n in own)
+    return rounded + num_ends * (1 << (ends - 1).bit_length())
 
 
 def _working(model: ModelShape, training: Training) -> Line:

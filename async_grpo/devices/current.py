@@ -55,5 +55,13 @@ def free_bytes(device: torch.device, *, share: float = 1.0) -> int:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return int(min(free, share * total))
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return int(psutil.virtual_memory().available) // ranks_here
+    return int(psutil.virtual_memory().available) // _ranks_here()
+
+
+def memory_of_cpu() -> int:
+    """A rank's equal part of the memory of its machine, free or not."""
+    return int(psutil.virtual_memory().total) // _ranks_here()
+
+
+def _ranks_here() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import ceil
 
 from async_grpo.util.errors import ConfigError
 
 SHARED_IN_ALL = 0.9  # of a device that several share: each process also has a CUDA context
 LEAST_SHARE = 0.1
 ROUNDING = 1e-6
+SPARE = 1.1  # times what a bill needs, where there is room for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +27,9 @@ class Demand:
     count: int
     devices: int = 1  # of each process: its tensor parallel size
     share: float = 1.0  # of each device that a process must have; below 1 others may have the rest
-    weight: int = 2  # of a process's share, where the plan decides it
+    weight: int = 2  # of a process's share, where the plan decides it and needs are unknown
+    need: float = 0.0  # the least share that its bill of memory fits into; 0: unknown
+    fills: bool = False  # what is left of a device that it shares is of use to it, as a cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,23 +115,38 @@ def _from_best_to_least(
         # Equal shares fit in whatever order Ray places the workers.
         share = round(SHARED_IN_ALL / -(-num_sharers // num_shared), 2)
         yield (one, *(replace(each, share=share) if each in sharers else each for each in workers))
-    yield (one, *_by_weight(workers, sharers))
+    yield (one, *_divided(workers, sharers))
     if sum(nodes) == 1:
         with_rank = [*sharers, one] if one.share == 1 else sharers
-        yield tuple(_by_weight((one, *workers), with_rank))
+        yield tuple(_divided((one, *workers), with_rank))
 
 
-def _by_weight(demands: Sequence[Demand], sharers: Sequence[Demand]) -> list[Demand]:
-    """The demands with one device divided among the sharers by their weights."""
+def _divided(demands: Sequence[Demand], sharers: Sequence[Demand]) -> list[Demand]:
+    """The demands with one device divided among the sharers, by their needs or their weights."""
     fixed = sum(d.count * d.share for d in demands if d not in sharers and d.share < 1)
     weights = sum(each.count * each.weight for each in sharers) or 1
     room = SHARED_IN_ALL - fixed
-    return [
-        replace(each, share=int(100 * room * each.weight / weights) / 100)
-        if each in sharers
-        else each
-        for each in demands
-    ]
+    shares = _by_need(sharers, room) or {
+        each: int(100 * room * each.weight / weights) / 100 for each in sharers
+    }
+    return [replace(each, share=shares.get(each, each.share)) for each in demands]
+
+
+def _by_need(sharers: Sequence[Demand], room: float) -> dict[Demand, float]:
+    """The share of each that its bill needs, and of what is left an equal part for each cache.
+
+    Empty where a need is unknown, or all of them exceed `room`.
+    """
+    if not all(each.need for each in sharers if each.count):
+        return {}
+    for spare in (SPARE, 1.0):
+        own = {each: max(LEAST_SHARE, ceil(100 * spare * each.need) / 100) for each in sharers}
+        left = room - sum(each.count * share for each, share in own.items())
+        if left > -ROUNDING:
+            caches = sum(each.count for each in sharers if each.fills)
+            more = int(100 * left / caches + ROUNDING) / 100 if caches else 0.0
+            return {each: round(share + more * each.fills, 2) for each, share in own.items()}
+    return {}
 
 
 def _place(nodes: Sequence[int], demands: Sequence[Demand]) -> list[Seat] | None:

@@ -59,6 +59,11 @@ class Asked:
         return found[0]
 
     @property
+    def generates(self) -> bool:
+        """Whether workers of the run's own sample; else it learns from pairs."""
+        return any(each.mode == GENERATION for each in self.workers)
+
+    @property
     def scorers(self) -> tuple[int, ...]:
         """The numbers of the tables whose workers score for the algorithm."""
         needs = {need.role for need in find_algorithm(self.train).needs}
@@ -79,8 +84,8 @@ class Asked:
 
     @property
     def engine_devices(self) -> int:
-        """Devices of one engine."""
-        return self.workers[self.generation].tensor_parallel_size
+        """Devices of one engine; 1 where nobody samples."""
+        return self.workers[self.generation].tensor_parallel_size if self.generates else 1
 
     @property
     def train_bytes(self) -> int:
@@ -104,6 +109,11 @@ class Asked:
         infos = [as_stated(each, on_cpu=self.on_cpu) for each in self.workers]
         is_alone, _ = publishes_adapter(self.train, self.adapter, infos)
         return trained.num_parameters if is_alone else trained.touched_parameters
+
+    @property
+    def published_bytes(self) -> int:
+        """Bytes of a version of the weights as it travels; 0: nobody samples."""
+        return self.published * self.worker_bytes(self.generation) if self.generates else 0
 
     def with_train(self, **options: Any) -> Asked:
         """The same run with other options of the trainer, an adapter by --lora-rank among them."""

@@ -27,7 +27,11 @@ HELD = ("the frozen model", "master weights", "AdamW's moments", "the old policy
         "the first policy")  # fmt: skip
 PARKED, ASLEEP = "what waits while engines sample", "weights of a sleeping engine"
 VERIFIER_BYTES = 20 * MIB  # of a forked process that has graded
-SOURCE_OF_PROCESS = "measured on CPUs"
+LIBRARIES, SOURCE_OF_PROCESS = "interpreter and libraries", "measured on CPUs"
+
+
+class TooLargeError(ConfigError):
+    """A bill exceeds the memory of a device or of a machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,19 +42,26 @@ class RoleBill:
     count: int
     bill: Bill
     room: int = 0  # bytes that its total may take; 0: unknown
+    devices: int = 0  # of each process; 0: all of its bill lies in the host's memory
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of one process in the host's memory, beside libraries, of which many share most."""
+        lines = (each for each in self.bill.lines if each.on_host or not self.devices)
+        return sum(each.num_bytes for each in lines if each.name != LIBRARIES)
 
 
 def bills_of(asked: Asked, split: Split) -> tuple[RoleBill, ...]:
     """The bills of all roles, whether they fit or not."""
-    counts = dict(
-        zip((asked.generation, *asked.scorers), (split.engines, *split.scorers), strict=True)
-    )
+    counts = {asked.generation: split.engines} if asked.generates else {}
+    counts |= zip(asked.scorers, split.scorers, strict=True)
     for number, config in enumerate(asked.workers):
         if config.mode in (JUDGE, REWARD) and number in asked.worker_models:
             counts[number] = config.num_workers
     ranks = RoleBill(
-        "trainer rank", split.ranks, rank_bill_of(asked, split.ranks), _rank_room(asked)
-    )
+        "trainer rank", split.ranks, rank_bill_of(asked, split.ranks), _rank_room(asked),
+        devices=int(not asked.on_cpu),
+    )  # fmt: skip
     workers = (_worker_bill(asked, number, count) for number, count in counts.items())
     return ranks, *workers, *_hosts(asked)
 
@@ -62,7 +73,8 @@ def _worker_bill(asked: Asked, number: int, count: int) -> RoleBill:
     role = f"{config.role} worker"
     if config.scorer_ranks > 1:
         role, count = f"rank of a {role}", count * config.scorer_ranks
-    return RoleBill(role, count, make(asked, number), room)
+    devices = 0 if asked.on_cpu else config.num_devices // config.scorer_ranks
+    return RoleBill(role, count, make(asked, number), room, devices)
 
 
 def training_of(asked: Asked, num_ranks: int) -> memory.Training:
@@ -72,6 +84,9 @@ def training_of(asked: Asked, num_ranks: int) -> memory.Training:
         num_ranks=num_ranks, shard_ranks=asked.shard_ranks(num_ranks),
         tokens=asked.train.batching.max_tokens_per_gpu,
     )  # fmt: skip
+    teachers = [n for n in asked.worker_models if asked.workers[n].mode == TEACHER]
+    widest = max((asked.worker_models[number].hidden for number in teachers), default=0)
+    training = replace(training, teacher_hidden=widest)
     if asked.train.memory.activation_checkpointing != "auto":
         return training
     of_host = asked.host_bytes // num_ranks or 1 << 62  # without limit where it is unknown
@@ -106,20 +121,25 @@ def engine_of(asked: Asked, number: int) -> memory.Engine:
 
 def rank_bill_of(asked: Asked, num_ranks: int) -> Bill:
     """The bill of each of `num_ranks` trainer ranks."""
-    bill = memory.trainer_bill(asked.model, training_of(asked, num_ranks))
-    published = asked.published * asked.worker_bytes(asked.generation)
-    buffers = min(BUCKET_BYTES * BUCKETS, -(-published // num_ranks))
+    training = training_of(asked, num_ranks)
+    bill, shards = memory.trainer_bill(asked.model, training), training.shard_ranks
+    buffers = min(BUCKET_BYTES * BUCKETS, -(-asked.published_bytes // num_ranks))
     context = CONTEXT_BYTES * (not asked.on_cpu)
     in_turns = asked.train.memory.colocated and not asked.on_cpu
     parked = sum(line.num_bytes for line in bill.lines if line.name in HELD and not line.on_host)
-    return bill.plus(
+    own = memory.FLOAT32 * asked.model.num_parameters // shards
+    is_pinned = training.offload == "parameters" and not asked.on_cpu  # by FSDP; not by us
+    rounding = 2 * is_pinned * max(0, memory.pinned_bytes(asked.model, shards) - own)
+    bill = bill.plus(
         Line("CUDA's and NCCL's own", context, "assumed"),
         Line("a sleeping engine's own", memory.GRAPHS_BYTES * in_turns, "assumed"),
         Line(PARKED, parked * in_turns, "weights, moments", True),
+        Line("rounding of pinned memory", rounding, "each block to the next power of two", True),
         Line("buckets of weights", buffers, "e P / ranks, at most 12 of 64 MiB",
              not asked.on_cpu),
         _process("rank", on_host=not asked.on_cpu),
     )  # fmt: skip
+    return _in_one_memory(asked, bill)
 
 
 def engine_bill_of(asked: Asked, number: int) -> Bill:
@@ -166,7 +186,8 @@ def _hosts(asked: Asked) -> Iterator[RoleBill]:
     sampling, count = asked.train.sampling, asked.num_verifiers
     samples = asked.num_samples * (sampling.max_staleness + 1)
     held = samples * sampling.max_generation_tokens * OUTPUT_BYTES
-    weights = asked.published * asked.worker_bytes(asked.generation)
+    if not asked.generates:
+        return
     in_flight = Line(
         "samples in flight", held, f"{OUTPUT_BYTES} a token of B n (S + 1) longest outputs"
     )
@@ -176,50 +197,98 @@ def _hosts(asked: Asked) -> Iterator[RoleBill]:
                       f"{count} of 20 MiB (--verifier-memory-mib at most)")  # fmt: skip
         yield RoleBill("verifier pool", 1, Bill((_process("verifiers"), forked)))
     yield RoleBill("Ray and a dispatcher", 1, Bill((_process("Ray"),)))
-    stored = Line("versions of the weights", NUM_SNAPSHOTS * weights, f"{NUM_SNAPSHOTS} e P")
+    stored = Line("versions of the weights", NUM_SNAPSHOTS * asked.published_bytes,
+                  f"{NUM_SNAPSHOTS} e P")  # fmt: skip
     yield RoleBill("object store of a machine", 1, Bill((stored,)))
 
 
 def _process(role: str, *, on_host: bool = False) -> Line:
-    return Line("interpreter and libraries", PROCESS_BYTES[role], SOURCE_OF_PROCESS, on_host)
+    return Line(LIBRARIES, PROCESS_BYTES[role], SOURCE_OF_PROCESS, on_host)
 
 
-def check_fits(asked: Asked) -> None:
-    """Raise `ConfigError` for a role that does not fit: by how much, and which option to change."""
-    if asked.on_cpu:
-        _check_machine(asked)
-        return
-    ranks = min(asked.num_ranks, asked.fleet.num_devices)
-    most = 1 if asked.is_shared else asked.fleet.num_devices
-    if not rank_fits(asked, ranks) and not fewest_ranks(asked, most=most):
+def check_fits(asked: Asked, *, as_placed: bool = False) -> None:
+    """Raise `TooLargeError` for a role that does not fit: by how much, and which option to change.
+
+    `as_placed`: the run starts with these ranks and workers; else some number of ranks must fit.
+    """
+    if as_placed and asked.train.memory.activation_checkpointing == "auto" and asked.on_cpu:
+        asked = asked.with_train(activation_checkpointing="on")  # ranks choose by what is free then
+    if not asked.on_cpu:
+        _check_devices(asked, as_placed=as_placed)
+    if as_placed or asked.on_cpu:
+        check_hosts(asked, asked.own_split)
+
+
+def check_hosts(asked: Asked, split: Split) -> None:
+    """Raise `TooLargeError` where a machine's memory holds less than its processes need."""
+    most = max(_of_machines(asked, split), key=_held)
+    if asked.host_bytes and _held(most) > asked.host_bytes:
+        raise _host_refusal(asked, split, most)
+
+
+def _check_devices(asked: Asked, *, as_placed: bool) -> None:
+    ranks = asked.num_ranks if as_placed else min(asked.num_ranks, asked.fleet.num_devices)
+    most = ranks if as_placed else 1 if asked.is_shared else asked.fleet.num_devices
+    if not rank_fits(asked, ranks) and (as_placed or not fewest_ranks(asked, most=most)):
         raise _rank_refusal(asked, ranks)
-    for number, config in enumerate(asked.workers):
-        if config.mode in ENGINES and number in asked.worker_models:
-            _check_engine(asked, number)
-        elif config.mode in (LOGPROB, TEACHER) and number in asked.scorers:
+    for number in asked.worker_models:
+        if asked.workers[number].mode in (LOGPROB, TEACHER):
             _check_scorer(asked, number)
+        elif asked.workers[number].mode in ENGINES:
+            _check_engine(asked, number)
 
 
-def _check_machine(asked: Asked) -> None:
-    bills = bills_of(asked, asked.own_split)
-    needed = sum(each.count * (each.bill.total + each.bill.on_host) for each in bills)
-    if asked.host_bytes and needed > asked.host_bytes:
-        largest = max(bills, key=lambda each: each.count * each.bill.total)
-        raise ConfigError(
-            f"this machine has {asked.host_bytes / GIB:.1f} GiB and the run needs about "
-            f"{needed / GIB:.1f} GiB, {(needed - asked.host_bytes) / GIB:.1f} GiB more, most of it "
-            f"for {largest.count} x {largest.role}: lower --max-tokens-per-gpu or --num-workers, "
-            "or train a smaller model"
-        )
+def _of_machines(asked: Asked, split: Split) -> Iterator[tuple[RoleBill, ...]]:
+    """The bills of what is on one machine: on that of the ranks, and on one without any."""
+    bills, a_node = bills_of(asked, split), asked.fleet.of_a_node
+    if len(asked.fleet.nodes) < 2:
+        yield bills
+        return
+    ranks = -(-split.ranks // -(-split.ranks // a_node))
+    for count in (ranks, 0):
+        here, left = [replace(bills[0], count=count)], a_node - count
+        for each in bills[1:]:
+            fitting = min(each.count, left // each.devices) if each.devices else each.count
+            left -= fitting * each.devices
+            here.append(replace(each, count=fitting))
+        yield tuple(here)
 
 
-def _rank_refusal(asked: Asked, num_ranks: int) -> ConfigError:
+def _held(bills: tuple[RoleBill, ...]) -> int:
+    """Bytes in the host's memory of all processes of one machine."""
+    return sum(each.count * each.host_bytes for each in bills)
+
+
+def _host_refusal(asked: Asked, split: Split, bills: tuple[RoleBill, ...]) -> TooLargeError:
+    def fits(changed: Asked) -> bool:
+        here = replace(
+            split, scorers=split.scorers[: len(changed.scorers)]
+        )  # an adapter's needs none
+        is_held = max(map(_held, _of_machines(changed, here))) <= asked.host_bytes
+        return is_held and (asked.on_cpu or rank_fits(changed, split.ranks))
+
+    needed = _held(bills)
+    most = max(bills, key=lambda each: each.count * each.host_bytes)
+    lines = [each for each in most.bill.lines if each.on_host or not most.devices]
+    found = remedies(asked, fits) or [
+        "lower --max-tokens-per-gpu or --num-workers" if asked.on_cpu else "take more machines",
+        "train a smaller model",
+    ]
+    return TooLargeError(
+        f"{'this' if len(asked.fleet.nodes) < 2 else 'a'} machine has "
+        f"{asked.host_bytes / GIB:.1f} GiB and the run needs about {needed / GIB:.1f} GiB, "
+        f"{(needed - asked.host_bytes) / GIB:.1f} GiB more, most of it for {most.count} x "
+        f"{most.role} ({max(lines, key=lambda line: line.num_bytes).name}): {', or '.join(found)}"
+    )
+
+
+def _rank_refusal(asked: Asked, num_ranks: int) -> TooLargeError:
     total, room = rank_bill_of(asked, num_ranks).total, _rank_room(asked)
     ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
     found = remedies(asked, lambda changed: rank_fits(changed, num_ranks))
     more = fewest_ranks(asked, first=num_ranks + 1)
     found += [f"train on {more} ranks or more (--nproc-per-node)"] if more else []
-    return ConfigError(
+    return TooLargeError(
         f"--max-tokens-per-gpu {asked.train.batching.max_tokens_per_gpu} does not fit on {ranks}: "
         f"a rank needs {total / GIB:.1f} GiB and {_has(asked, asked.train.memory.gpus_per_rank)}, "
         f"{(total - room) / GIB:.1f} GiB too much: "
@@ -249,9 +318,14 @@ def remedies(asked: Asked, is_enough: Callable[[Asked], bool]) -> list[str]:
     tokens, parts = asked.train.batching.max_tokens_per_gpu, asked.engine_devices
     fewer = [n for n in _halves(tokens) if n > asked.train.sampling.max_generation_tokens]
     lower = next((n for n in fewer if helps(max_tokens_per_gpu=n)), 0)
-    offload = next((each for each in ("optimizer", "parameters") if helps(offload=each)), "")
+    offload = next(
+        (each for each in ("none", "optimizer", "parameters") if helps(offload=each)), ""
+    )
+    keeps = asked.train.memory.activation_checkpointing == "off"
     smaller = next((n for n in (16, 8, 4, 2, 1) if n < parts and divides(n)), 0)
     found = [f"lower --max-tokens-per-gpu to {lower}"] if lower else []
+    if keeps and helps(activation_checkpointing="auto"):
+        found.append("give --activation-checkpointing auto")
     found += [f"give --offload {offload}"] if offload else []
     if asked.train.memory.shard_ranks == 1 and helps(fsdp_sharding_strategy="FULL_SHARD"):
         found.append("give --fsdp-sharding-strategy FULL_SHARD")
@@ -290,6 +364,22 @@ def _rank_room(asked: Asked) -> int:
     return asked.room(asked.train.memory.gpus_per_rank)
 
 
+def least_bytes(asked: Asked, number: int | None) -> int:
+    """The least bytes of a device for a worker of a table, or for the only rank (None)."""
+    if number is None:
+        auto = asked.train.memory.activation_checkpointing == "auto"
+        return rank_bill_of(
+            asked.with_train(activation_checkpointing="on") if auto else asked, 1
+        ).total
+    if asked.workers[number].mode in (LOGPROB, TEACHER):
+        return scorer_bill_of(asked, number).total
+    own = memory.missing_bytes(
+        asked.worker_models[number], replace(engine_of(asked, number), may_take=1)
+    )
+    in_turns = asked.train.memory.colocated and number == asked.generation
+    return max(own, least_bytes(asked, None)) if in_turns else own
+
+
 def _check_engine(asked: Asked, number: int) -> None:
     config, model = asked.workers[number], asked.worker_models[number]
     engine = engine_of(asked, number)
@@ -306,7 +396,7 @@ def _check_engine(asked: Asked, number: int) -> None:
     if not memory.missing_bytes(model, replace(engine, longest=engine.longest // 4)):
         found.append(f"lower --max-model-len {engine.longest}")
     found.append("lower max_num_batched_tokens of --engine-option")
-    raise ConfigError(
+    raise TooLargeError(
         f"--tensor-parallel-size {engine.devices} of the {config.role} worker is too few: each "
         f"device lacks {lacking / GIB:.1f} GiB for the weights and one sequence of "
         f"{engine.longest} tokens, vLLM may take {engine.may_take / GIB:.1f} GiB: "
@@ -333,7 +423,7 @@ def _check_scorer(asked: Asked, number: int) -> None:
     found = [f"lower it to {lower}"] if lower else []
     found += [f"shard it over --scorer-ranks {more}"] if more else []
     remedy = ", or ".join(found) or "take a device with more memory, or a smaller model"
-    raise ConfigError(
+    raise TooLargeError(
         f"--max-tokens-per-gpu {config.max_tokens_per_gpu} of the {config.role} worker does not "
         f"fit: it needs {total / GIB:.1f} GiB and {_has(asked, share)}, "
         f"{(total - room) / GIB:.1f} GiB too much: {remedy}"

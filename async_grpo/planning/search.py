@@ -113,9 +113,10 @@ def _too_few(asked: Asked) -> ConfigError:
 
     A run needs at least one engine, and one worker of each role that scores.
     """
-    fleet, kind = asked.fleet, asked.fleet.kind.name
+    fleet = asked.fleet
     more = range(fleet.num_devices + 1, 2 * fleet.num_devices + MORE_DEVICES)
-    larger = ((n, replace(asked, fleet=fleet_of(str(n), kind=kind))) for n in more)
+    fleets = ((n, replace(fleet_of(str(n)), kind=fleet.kind)) for n in more)
+    larger = ((n, replace(asked, fleet=each)) for n, each in fleets)
     enough = next((n for n, run in larger if most_engines(run)), 0)
     found = [f"give {enough}"] if enough else []
     found += remedies(asked, lambda changed: most_engines(changed) > 0)

@@ -9,14 +9,19 @@ wait on their rank.
 from __future__ import annotations
 
 import functools
+import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
+from weakref import finalize
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
@@ -29,10 +34,14 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
+from async_grpo.devices.bill import GIB
 from async_grpo.model.packed_linear import library
 from async_grpo.model.policy import PolicyModel, trained_parameters
 from async_grpo.model.served import Served, adapter_alone, served
 from async_grpo.model.weight_files import local_part, own_rows
+
+logger = logging.getLogger(__name__)
+ALIGNED_BYTES = 64
 
 
 def compute_dtype(mixed_precision: str, device: torch.device) -> torch.dtype:
@@ -255,9 +264,15 @@ class HostAdamW(TwinAdamW):
     steps there, and copies masters back (4 bytes).
     """
 
+    def __init__(self, groups: Iterable[dict[str, Any]], **options: Any) -> None:
+        groups = list(groups)
+        own = [local_part(p.detach()) for group in groups for p in group["params"]]
+        self._held = iter(host_memory([each for each in own for _ in range(2)]))
+        super().__init__(groups, **options)
+
     def _twin_of(self, parameter: Tensor) -> Tensor:
-        twin = _on_host(parameter)
-        twin.grad = _on_host(parameter)
+        twin = as_shard(next(self._held), parameter)
+        twin.grad = as_shard(next(self._held), parameter)
         return twin
 
     @torch.no_grad()
@@ -325,11 +340,34 @@ def moments_of(optimizer: AdamW | TwinAdamW, parameter: Tensor) -> dict[str, Ten
     return optimizer.state[parameter]
 
 
-def _on_host(tensor: Tensor) -> Tensor:
-    """Zeros in the host's memory, of the form of a tensor or of this rank's shard of one."""
-    local = local_part(tensor.detach())
-    held = torch.zeros(local.shape, dtype=local.dtype, device="cpu", pin_memory=local.is_cuda)
-    return as_shard(held, tensor)
+def host_memory(like: Sequence[Tensor]) -> list[Tensor]:
+    """Uninitialised tensors of the same shapes and types in the host's memory, in one block.
+
+    The block is pinned where one of `like` is on a device. In pinned blocks of their own torch
+    would round each to the next power of two.
+    """
+    sizes = [-(-each.nbytes // ALIGNED_BYTES) * ALIGNED_BYTES for each in like]
+    block = np.empty(sum(sizes), np.uint8)
+    if any(each.is_cuda for each in like) and len(block):
+        _pin(block)
+    starts = accumulate(sizes, initial=0)
+    return [
+        torch.frombuffer(block, dtype=each.dtype, count=each.numel(), offset=start).view(each.shape)
+        if each.numel()
+        else torch.empty(each.shape, dtype=each.dtype)
+        for each, start in zip(like, starts, strict=False)
+    ]
+
+
+def _pin(block: NDArray[np.uint8]) -> None:
+    """Pin it until its last view is gone; copies are only slower where that fails."""
+    runtime, address = torch.cuda.cudart(), block.ctypes.data
+    if int(runtime.cudaHostRegister(address, block.nbytes, 0)) == 0:
+        finalize(block, runtime.cudaHostUnregister, address).atexit = False
+        return
+    with suppress(RuntimeError):  # CUDA tells the error once more, of whatever comes next
+        torch.zeros(1, device="cuda")
+    logger.warning("%.1f GiB of the host cannot be pinned: copies are slower", block.nbytes / GIB)
 
 
 @functools.cache
@@ -361,10 +399,17 @@ class Parked:
     optimizer its moments) has them again without being told.
     """
 
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
-        """Take all `tensors`, which nobody may read meanwhile."""
+    def __init__(self, tensors: Iterable[Tensor], *, into: Sequence[Tensor] = ()) -> None:
+        """Take all `tensors`, which nobody may read meanwhile.
+
+        `into`: the memory of an earlier one, which is used again if it is of the same sizes.
+        """
         storages = {s.data_ptr(): s for s in (each.untyped_storage() for each in tensors)}
-        self._held = [(s, self._copy(s)) for s in storages.values() if s.nbytes()]
+        own = [_bytes_of(storage) for storage in storages.values() if storage.nbytes()]
+        is_same = [each.nbytes for each in into] == [each.nbytes for each in own]
+        self.memory = into if is_same else host_memory(own)
+        copies = zip(own, self.memory, strict=True)
+        self._held = [(each.untyped_storage(), copied.copy_(each)) for each, copied in copies]
         for storage, _ in self._held:
             storage.resize_(0)
         if torch.cuda.is_available():
@@ -375,12 +420,6 @@ class Parked:
         for storage, copied in self._held:
             storage.resize_(copied.numel())
             _bytes_of(storage).copy_(copied)
-
-    @staticmethod
-    def _copy(storage: torch.UntypedStorage) -> Tensor:
-        pinned = storage.device.type == "cuda"
-        copied = torch.empty(storage.nbytes(), dtype=torch.uint8, device="cpu", pin_memory=pinned)
-        return copied.copy_(_bytes_of(storage))
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:

@@ -15,7 +15,7 @@ from async_grpo.algorithms.find import find_algorithm, users_algorithm
 from async_grpo.batching.supervised import pack_pairs
 from async_grpo.config.train_config import Settings, TrainConfig, with_settings
 from async_grpo.devices.bill import GIB, trainer_bill, with_checkpointing_if_needed
-from async_grpo.devices.current import free_bytes
+from async_grpo.devices.current import free_bytes, memory_of_cpu
 from async_grpo.model.adapters import Adapter, base_dtype
 from async_grpo.model.attention import choose_attention, drop_flash, flash_in_use
 from async_grpo.model.collate import collate, to_device
@@ -24,7 +24,7 @@ from async_grpo.model.loading import check_trainable, load_sharded
 from async_grpo.model.model_folder import read_config
 from async_grpo.model.policy import PolicyModel, model_shape, size_of, training_flops
 from async_grpo.model.served import check_adapter
-from async_grpo.training.billing import USED, as_billed
+from async_grpo.training.billing import USED, as_billed, too_large
 from async_grpo.training.fsdp import Parked, compute_dtype, reshard, shard
 from async_grpo.training.meters import peak_tflops
 from async_grpo.training.ranks import Ranks
@@ -56,6 +56,7 @@ class Learner:
         )  # fmt: skip
         self.recorder = Recorder(policy, self.step)
         self.parked: Parked | None = None  # what others' use of the device has moved to the host
+        self._parking: Sequence[torch.Tensor] = ()  # where it lay
         self.settings: dict[str, object] = {}  # see `set`
         self._size = size_of(policy.model)
         self._peak = peak
@@ -167,7 +168,8 @@ class Learner:
             torch.cuda.synchronize(self.device)
             reshard(self.policy)
             on_device = (each for each in self.step.held if each.device == self.device)
-            self.parked = Parked(on_device)
+            self.parked = Parked(on_device, into=self._parking)
+            self._parking = self.parked.memory
 
     def unpark(self) -> None:
         """Undo `park`."""
@@ -189,7 +191,7 @@ def shard_as_billed(policy: PolicyModel, config: TrainConfig, ranks: Ranks) -> N
     """Shard an outlined policy as the options say, and log its memory bill; collective.
 
     Decides `--activation-checkpointing auto`: of as many layers as the rank needs that has least
-    free memory.
+    free memory. Raises `ConfigError` on every rank where one has too little.
     """
     model, memory, algorithm = model_shape(policy), config.memory, find_algorithm(config)
     dtype = compute_dtype(memory.mixed_precision, ranks.device)
@@ -215,14 +217,11 @@ def shard_as_billed(policy: PolicyModel, config: TrainConfig, ranks: Ranks) -> N
         f"on for one layer in {one_in}" if one_in > 1 else "on" if one_in else "off", more,
     )  # fmt: skip
     logger.debug("%s", bill.in_words())
-    if bill.total > free:
-        is_whole = memory.shard_ranks == 1  # more ranks would not make it smaller
-        more = "give --fsdp-sharding-strategy FULL_SHARD" if is_whole else "train on more ranks"
-        logger.warning(
-            "a trainer rank needs about %.1f GiB with minibatches of --max-tokens-per-gpu %d, and "
-            "%.1f GiB are free: lower it, %s, or give --offload",
-            bill.total / GIB, training.num_tokens, free / GIB, more,
-        )  # fmt: skip
+    host = memory_of_cpu()
+    held = free if ranks.device.type == "cuda" else host  # what is free there changes
+    lacks = bill.total > held or bill.on_host > host
+    if ranks.agree(lacks) and not memory.unchecked_memory:
+        raise too_large(model, training, free_bytes=held, host_bytes=host)
     shard(
         policy,
         ranks.mesh,

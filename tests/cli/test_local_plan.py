@@ -63,8 +63,8 @@ def shares(run):
     ("num_devices", "expected"),
     [
         (0, (2, 1.0, 1.0, 1.0)),
-        (1, (1, 0.36, 0.36, 0.18)),
-        (2, (1, 1.0, 0.6, 0.3)),
+        (1, (1, 0.1, 0.7, 0.1)),  # a small model's bills, and the cache has what is left
+        (2, (1, 1.0, 0.8, 0.1)),
         (3, (1, 1.0, 1.0, 1.0)),
         (4, (2, 1.0, 1.0, 1.0)),
         (8, (2, 1.0, 1.0, 1.0)),
@@ -127,7 +127,10 @@ def test_a_plan_for_other_machines_is_said_and_nothing_starts(monkeypatch, tmp_p
     ]
     assert not (tmp_path / "run").exists()
     result = CliRunner().invoke(launch, [*typed, "--plan-for", "two"])
-    assert result.exit_code == 1 and "such as 8 or 8,8, got 'two'" in result.stderr
+    assert (
+        result.exit_code == 1
+        and "as in 8xA100 where it is none of H100, got 'two'" in result.stderr
+    )
 
 
 def test_a_colocated_run_has_engines_that_can_sleep_and_no_further_device(monkeypatch):

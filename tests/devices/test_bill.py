@@ -111,6 +111,29 @@ def test_what_is_offloaded_leaves_the_device_by_so_many_bytes():
         assert bill.on_host == 16 * own
 
 
+@pytest.mark.parametrize(
+    ("payload", "hidden", "expected"),
+    [
+        ("topk", 0, 0),
+        ("logits", 0, 2 * 32_768 * 152_064),
+        ("hidden", 0, 2 * 3584 * (32_768 + 152_064)),
+        ("hidden", 8192, 2 * 8192 * (32_768 + 152_064)),
+    ],
+)
+def test_what_teachers_send_in_full_lies_on_the_device_with_their_heads(payload, hidden, expected):
+    plain = trainer_bill(SEVEN_B, EIGHT_RANKS).total
+    training = replace(EIGHT_RANKS, payload=payload, teacher_hidden=hidden)
+    assert trainer_bill(SEVEN_B, training).total - plain == expected
+
+
+@pytest.mark.parametrize(("moments", "each"), [(4, 12), (1, 6)])
+def test_a_save_copies_policy_and_moments_into_the_host(moments, each):
+    training = replace(EIGHT_RANKS, moment_bytes=moments)
+    saving = trainer_bill(SEVEN_B, replace(training, saves=True))
+    assert saving.total == trainer_bill(SEVEN_B, training).total
+    assert saving.on_host == each * SEVEN_B.num_parameters // 8
+
+
 @given(TRAININGS)
 def test_every_line_is_something_and_the_words_name_it(training):
     bill = trainer_bill(SEVEN_B, training)

@@ -109,6 +109,35 @@ def test_the_plan_says_what_was_decided():
     )
 
 
+@given(
+    needs=st.lists(st.tuples(st.floats(0.01, 0.5), st.booleans()), min_size=2, max_size=4),
+    fixed=st.sampled_from([0.0, 0.2]),
+)
+def test_sharers_of_a_device_have_what_their_bills_need_and_caches_the_rest(needs, fixed):
+    workers = [
+        Demand(f"w{i}", 1, need=need, fills=fills) for i, (need, fills) in enumerate(needs[1:])
+    ]
+    given_to = [engines(1, share=fixed)] if fixed else []
+    found = plan([1], ranks=replace(ranks(2), need=needs[0][0]), workers=[*workers, *given_to])
+    sharers = [each for each in found.placed if each.need]
+    whole = sum(each.share for each in found.placed)
+    assert whole <= 0.9 + 1e-9
+    least = sum(max(LEAST_SHARE, each.need + 0.01) for each in sharers)
+    if least <= 0.9 - fixed:
+        assert all(each.share >= each.need for each in sharers)
+        if caches := [each for each in sharers if each.fills]:
+            assert whole >= 0.9 - 0.01 * len(caches) - 1e-9
+        others = [each for each in sharers if not each.fills]
+        assert all(each.share <= max(LEAST_SHARE, 1.1 * each.need + 0.011) for each in others)
+
+
+def test_without_all_needs_or_without_room_for_them_shares_are_by_weight():
+    for need in (0.0, 0.6):
+        workers = [replace(engines(1), need=0.5, fills=True), scorers(1)]
+        found = plan([1], ranks=replace(ranks(1), need=need), workers=workers)
+        assert [each.share for each in found.placed] == [0.36, 0.36, 0.18]
+
+
 demands = st.lists(
     st.one_of(
         st.builds(engines, st.integers(0, 4), st.sampled_from([1, 2, 4])),

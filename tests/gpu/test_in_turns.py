@@ -51,3 +51,8 @@ def test_parked_tensors_leave_the_device_and_come_back_to_the_bit():
     assert torch.cuda.memory_allocated() <= held - (2 << 30)
     parked.restore()
     assert all(torch.equal(a.cpu(), b) for a, b in zip(tensors, expected, strict=True))
+    assert all(each.is_pinned() for each in parked.memory)
+    again = Parked(tensors, into=parked.memory)
+    assert again.memory is parked.memory
+    again.restore()
+    assert all(torch.equal(a.cpu(), b) for a, b in zip(tensors, expected, strict=True))

@@ -189,6 +189,14 @@ def test_a_file_of_rates_with_a_mistake_is_refused(tmp_path, text, said):
     assert said in plan(QWEN, "--devices", "8", "--rates", tmp_path / "rates.toml").output
 
 
+def test_a_machine_must_hold_what_lies_beside_its_devices(quick):
+    words = [QWEN, "--devices", "8", "--max-tokens-per-gpu", 8192]
+    assert not plan(*words, "--host-gib", 512).exit_code
+    refused = plan(*words, "--host-gib", 128)
+    assert refused.exit_code == 1
+    assert "this machine has 128.0 GiB and the run needs about" in refused.stderr
+
+
 def test_a_fleet_stands_in_machines_of_eight():
     assert fleet_of("20xL4").nodes == (8, 8, 4) and fleet_of("4,4").nodes == (4, 4)
     assert str(fleet_of("8xA100")) == "8 x A100"

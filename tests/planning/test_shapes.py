@@ -6,7 +6,7 @@ from adapted_models import KINDS, adapted
 from oracle import tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from async_grpo.cli.plan import read_positions, read_shape
+from async_grpo.cli.memory import read_positions, read_shape
 from async_grpo.config.training_options import AdapterOptions
 from async_grpo.model.policy import PolicyModel, model_shape, size_of
 from async_grpo.planning.asked import (

@@ -11,7 +11,7 @@ from async_grpo.config.train_config import TrainConfig
 from async_grpo.model.collate import collate
 from async_grpo.model.policy import PolicyModel
 from async_grpo.model.weight_files import local_part
-from async_grpo.training.fsdp import Parked, local_shards, reshard, shard
+from async_grpo.training.fsdp import Parked, host_memory, local_shards, reshard, shard
 from async_grpo.training.ranks import make_mesh
 
 CONFIG = TrainConfig(
@@ -64,6 +64,36 @@ def check(stayed, parked):
 
 def test_a_rank_that_parks_between_its_steps_trains_the_same_bits():
     check(*(trained(0, parks=parks, strategy={}, num_ranks=1) for parks in (False, True)))
+
+
+def test_what_is_parked_again_lies_in_the_same_memory():
+    tensors = [torch.randn(7), torch.randn(3, 5)]
+    expected = [each.clone() for each in tensors]
+    first = Parked(tensors)
+    first.restore()
+    again = Parked(tensors, into=first.memory)
+    assert again.memory is first.memory
+    again.restore()
+    assert all(map(torch.equal, tensors, expected))
+    assert Parked([torch.randn(8)], into=first.memory).memory is not first.memory
+
+
+def test_memory_of_the_host_is_one_block_and_each_tensor_has_a_storage_of_its_own():
+    """A storage of all would be copied whole by whoever writes one tensor, as DCP does."""
+    like = [
+        torch.empty(3, 5), torch.empty(0, 4), torch.empty((), dtype=torch.int64),
+        torch.empty(7, dtype=torch.uint8), torch.empty(2, 2, dtype=torch.bfloat16),
+    ]  # fmt: skip
+    held = host_memory(like)
+    filled = [each.fill_(number + 1).clone() for number, each in enumerate(held)]
+    for each, value, form in zip(held, filled, like, strict=True):
+        assert (each.shape, each.dtype) == (form.shape, form.dtype)
+        assert torch.equal(each, value)  # nobody else's numbers lie there
+        assert each.untyped_storage().nbytes() == form.nbytes
+    places = [each.data_ptr() for each in held if each.numel()]
+    assert all(place % 16 == 0 for place in places)
+    assert max(places) - min(places) < 64 * len(like)
+    assert host_memory([]) == []
 
 
 @pytest.mark.integration
