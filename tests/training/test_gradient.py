@@ -128,6 +128,7 @@ def make_groups(rng, *, num_groups, model, config):
             temperature=config.sampling.temperature,
             one_prompt=rng.random() < 0.8,
             max_rows=1 if has_sequence_terms(config) else 3,
+            branching=rng.choice([0.0, 0.7]),
             model=model,
         )
         groups.append(tuple(_verified(rng, sample) for sample in members))

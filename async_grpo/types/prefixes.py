@@ -1,0 +1,86 @@
+"""Sequences that begin alike, as a trie: each shared token has one place in a packed row. Pure."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+Places = NDArray[np.intp]  # of the tokens of one sequence, in the order of the row
+# The (first place, number of tokens) of each stretch of a sequence in which none parts or ends.
+Segments = tuple[tuple[int, int], ...]
+Ids = NDArray[np.integer]
+
+
+def as_keys(
+    sequences: Iterable[tuple[Ids, NDArray[np.int16] | None]],
+) -> list[NDArray[np.void]]:
+    """One key a token, which sort as ids do, of sequences of (ids [L], experts [<= L, K]).
+
+    Computed with other experts a token is another one; where none are known, the model chooses.
+    """
+    sequences = list(sequences)
+    width = max((known.shape[1] for _, known in sequences if known is not None), default=0)
+    keys = []
+    for ids, known in sequences:
+        whole = np.full((len(ids), width), -1, np.int16)
+        if known is not None:
+            whole[: len(known)] = known[: len(ids)]
+        of_ids = ids.astype(">u4")[:, None].view(np.uint8)
+        rows = np.ascontiguousarray(np.concatenate([of_ids, whole.view(np.uint8)], axis=1))
+        keys.append(rows.view(np.dtype((np.void, rows.shape[1])))[:, 0])
+    return keys
+
+
+def places_of(keys: Sequence[NDArray[np.void]]) -> list[Places]:
+    """The place of each token: new ones in the order of their first sequence.
+
+    >>> [places.tolist() for places in places_of([np.array([5, 6, 7]), np.array([5, 6, 8, 9])])]
+    [[0, 1, 2], [0, 1, 3, 4]]
+    """
+    places: list[Places] = []
+    earlier: list[tuple[bytes, int]] = []  # sorted: who begins most alike is a neighbour
+    end = 0
+    for number, key in enumerate(keys):
+        entry = key.tobytes(), number
+        at, shared = bisect.bisect(earlier, entry), places[0][:0] if places else np.arange(0)
+        for _, other in earlier[max(at - 1, 0) : at + 1]:
+            alike = _num_alike(key, keys[other])
+            if alike > len(shared):
+                shared = places[other][:alike]
+        earlier.insert(at, entry)
+        places.append(np.concatenate([shared, np.arange(end, end + len(key) - len(shared))]))
+        end += len(key) - len(shared)
+    return places
+
+
+def _num_alike(one: NDArray[np.void], other: NDArray[np.void]) -> int:
+    """Entries at the beginning that two arrays have in common."""
+    shorter = min(len(one), len(other))
+    differ = one[:shorter] != other[:shorter]
+    return int(differ.argmax()) if differ.any() else shorter
+
+
+def segments_of(places: Sequence[Places]) -> list[Segments]:
+    """The segments of each sequence, whose lengths add up to its own.
+
+    >>> segments_of([np.array([0, 1, 2]), np.array([0, 1, 3, 4])])
+    [((0, 2), (2, 1)), ((0, 2), (3, 2))]
+    """
+    total = 1 + max(int(each[-1]) for each in places)
+    before = np.full(total, -1)
+    for each in places:
+        before[each[1:]] = each[:-1]
+    followers = np.bincount(before[before >= 0], minlength=total)
+    is_end = np.zeros(total, bool)
+    is_end[[each[-1] for each in places]] = True
+    parts = is_end | (followers > 1)
+    begins = (before < 0) | parts[before]
+    found = []
+    for each in places:
+        starts = np.flatnonzero(begins[each])
+        lengths = np.diff(starts, append=len(each))
+        found.append(tuple(zip(each[starts].tolist(), lengths.tolist(), strict=True)))
+    return found
