@@ -4,10 +4,10 @@ Two ways in turns, on gloo ranks with a Ray of their own and one receiver that f
 stages what was stored:
 
     whole tensors   rank 0 gathers whole parameters and packs, hashes and stores all of them
-    shares          each rank stores the buckets that it owns (`weight_sync/publisher.py`)
+    shares          each rank stores its own rows (`weight_sync/publisher.py`)
 
-Memory is what a rank has for itself beyond what it held before, in buckets of the shares' way; the
-object store's pages, which hold the result, are not counted.
+Memory is what a rank has for itself beyond what it held before; the object store's pages, which
+hold the result, are not counted.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ from async_grpo.model.policy import PolicyModel
 from async_grpo.model.served import FlatShards, served
 from async_grpo.training.fsdp import iter_full_tensors
 from async_grpo.types import WeightsSnapshot, WeightsVersion
-from async_grpo.weight_sync.buckets import tensor_bytes
 from async_grpo.weight_sync.gather import Shards
 from async_grpo.weight_sync.publisher import Collector, Publisher
 from benchmarks import results
@@ -50,6 +49,7 @@ from benchmarks.weight_sync.receiver import Receiver
 NAME = "weight_gather"
 WHOLE, SHARES = "whole tensors", "shares"
 TIMEOUT_S = 240.0
+MIB = 2**20
 LOOK_S = 0.002
 MODELS: Mapping[str, Callable[[], PretrainedConfig]] = {
     "SmolLM2-135M": lambda: LlamaConfig(
@@ -148,28 +148,11 @@ def rank_main(rank: int, options: dict[str, Any]) -> None:
     store = dist.FileStore(options["folder"] + "/store", options["num_ranks"])
     dist.init_process_group("gloo", store=store, rank=rank, world_size=options["num_ranks"])
     me = Rank(options["model"], getattr(torch, options["dtype"]))
-    received = [0]
-    exchange = dist.all_to_all_single
-
-    def counted(out: torch.Tensor, *rest: Any, **named: Any) -> Any:
-        received[0] += out.nbytes
-        return exchange(out, *rest, **named)
-
     memory = me.watched(me.shares).memory  # the first: its buffers are still to be made
     whole_memory = me.watched(me.whole_tensors).memory
-    dist.all_to_all_single = counted  # type: ignore[assignment]
-    me.shares()
-    dist.all_to_all_single = exchange
     ways = {WHOLE: me.whole_tensors, SHARES: me.shares}
     turns = alternate(ways, repeats=options["repeats"])
-    plan = me.collector._plan
-    found = {
-        "turns": turns,
-        "received": received[0],
-        "size": sum(map(tensor_bytes, plan.tensors)),
-        "bucket": plan.most_elements * plan.item_bytes,
-        "memory": {WHOLE: whole_memory, SHARES: memory},
-    }
+    found = {"turns": turns, "memory": {WHOLE: whole_memory, SHARES: memory}}
     torch.save(found, f"{options['folder']}/rank{rank}")
     dist.barrier()
     dist.destroy_process_group()
@@ -199,16 +182,12 @@ def figures_of(title: str, ranks: list[dict[str, Any]]) -> list[Figure]:
         ratio = ratios(seconds(SHARES), by=seconds(WHOLE))
         return [*by_way, median(f"{title}, {what}, shares / whole", ratio, "x", goal=goal)]
 
-    size, bucket = ranks[0]["size"], ranks[0]["bucket"]
-    moved = [rank["received"] * len(ranks) / size for rank in ranks if rank["received"]]
-    farthest = max((abs(share - 1) for share in moved), default=0.0)
-    memory = {way: [rank["memory"][way] / bucket for rank in ranks] for way in (WHOLE, SHARES)}
+    memory = {way: max(rank["memory"][way] for rank in ranks) / MIB for way in (WHOLE, SHARES)}
     return [
         *compared("ranks stand still", still, 1 / 3),
         *compared("to the receiver", whole, 0.5),
-        Figure(f"{title}, bytes received a rank, off 1/R", farthest, "fraction", goal=0.02),
-        Figure(f"{title}, memory of a rank", max(memory[SHARES]), "buckets", goal=4.0),
-        Figure(f"{title}, memory of a rank, whole tensors", max(memory[WHOLE]), "buckets"),
+        Figure(f"{title}, memory of a rank", memory[SHARES], "MiB", goal=1024.0),
+        Figure(f"{title}, memory of a rank, whole tensors", memory[WHOLE], "MiB"),
     ]
 
 

@@ -20,6 +20,10 @@ WAIT = re.compile(r"(TIMEOUT|SLACK|SILENCE|GRACE|FROZEN|ENDING|LEASE|DEADLINE)[A
         ("PING_S", "LEASE_S"),  # several pings, so that one that is lost kills nobody
         ("LEASE_S", "ANSWER_S"),  # a frozen worker is fenced before whoever asks it gives up
         ("BUCKET_STAGED_S", "WEIGHTS_APPLIED_S"),
+        ("ENGINE_SLEEPS_S", "ENGINE_ASLEEP_S"),  # a worker names its engine before it is fenced
+        ("ENGINE_SLEEPS_S", "WEIGHTS_APPLIED_S"),
+        ("ENGINE_ASLEEP_S", "DEVICES_TAKEN_S"),
+        ("ENGINE_ASLEEP_S", "BEGIN_RUN_S"),
         ("BUCKET_HERE_S", "BUCKET_FETCH_S"),
         ("BUCKET_STORED_S", "WEIGHTS_COLLECTED_S"),
         ("CANARY_S", "WEIGHTS_APPLIED_S"),

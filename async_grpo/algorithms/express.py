@@ -9,7 +9,8 @@ produces:     the rows that a trainer needs; or `ExpressLost` on every remaining
 waits for:    the other end of each send; at the end of an exchange, all members
 unblocked by: sends in the plan's order; a member's loss, by its closed connections or a timeout
 
-`ExpressTeacher`, a teacher rank with the whole model and its columns of the head:
+`ExpressTeacher`, a teacher rank with the whole model and its columns of the head, or with shards of
+the model and sequences of its own:
 consumes:     rounds: sequences to read, and which rank needs which rows of their logits
 produces:     these cells, a chunk at a time, into the sends of the round's plan
 waits for:    the trainer ranks that the cells go to, and at a round's end all members
@@ -30,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from async_grpo.algorithms.express_plan import Block, ExpressRound, Reading, Send
-from async_grpo.model.scorer import Scorer, TokenIds
+from async_grpo.model.scorer import FILLER, Scorer, TokenIds
 from async_grpo.util import deadlines
 from async_grpo.util.errors import ExpressLost
 
@@ -213,28 +214,38 @@ class ExpressTeacher:
             self._group.close()
         self._group = None
 
+    @staticmethod
+    def num_forwards(work: ExpressRound, *, max_tokens: int) -> int:
+        """Forwards that a rank's sequences take, at least one: it makes a sharded head whole."""
+        return max(1, len(list(_forwards(work.readings, max_tokens))))
+
     @torch.no_grad()
-    def serve(self, work: ExpressRound) -> None:
-        """Read the sequences, and send the logits that trainers need. Raises `ExpressLost`."""
+    def serve(self, work: ExpressRound, *, num_forwards: int = 1) -> None:
+        """Read the sequences, and send the logits that trainers need. Raises `ExpressLost`.
+
+        `num_forwards`: the most of any rank that shares the model.
+        """
         group = self._group
         if group is None:
             raise ExpressLost("this teacher is in no express group: form one")
         try:
             own = next(block for block in work.held if block.process == group.rank)
-            give = self._giving(self._hidden(work.readings), own, group.dtype)
+            give = self._giving(self._hidden(work.readings, num_forwards), own, group.dtype)
             sends = work.sends(group.dtype.itemsize)
         except BaseException:
             self.leave()
             raise
         group.exchange(sends, give=give, take=_nothing)
 
-    def _hidden(self, readings: Sequence[Reading]) -> Tensor:
+    def _hidden(self, readings: Sequence[Reading], num_forwards: int) -> Tensor:
         """The last hidden states [N, H], of which the head predicts the output tokens."""
         policy = self._scorer.policy
         parts = [
             policy.hidden_states(self._scorer.packed(pairs))
             for pairs in _forwards(readings, self._max_tokens)
         ]
+        for _ in range((num_forwards - len(parts)) * self._scorer.is_sharded):
+            policy.hidden_states(self._scorer.packed([FILLER]))  # the others gather from this rank
         width = self._scorer.head.weight.shape[1]
         return torch.cat(parts) if parts else torch.empty(0, width, device=self._device)
 

@@ -1,4 +1,6 @@
-"""Which slots may start: the staleness window over the endless order of ordinals. Pure.
+"""Which slots may start, and whose turn it is on devices that engines and ranks share. Pure.
+
+The staleness window lies over the endless order of ordinals.
 
 Batch b is the slots [b*B, (b+1)*B); gradient step j of it is M of them. With `max_staleness` S,
 slots of batch b may start when b - S batches have been completed and their weights published.
@@ -87,3 +89,49 @@ class AdmissionWindow:
     def staleness_of(self, batch: int) -> int:
         """The largest lag of a batch's samples: --max-staleness when the batch started."""
         return self._started.get(batch, self.max_staleness)
+
+
+@dataclass(slots=True, kw_only=True)
+class Turns:
+    """Whose turn it is with --colocated: engines sample whole batches, then ranks train one.
+
+    The window decides how many batches are admitted: with max_staleness 1 the engines have finished
+    batch b + 1 before the ranks train b.
+
+    >>> turns = Turns(num_batches=2, num_ended=0)
+    >>> turns.published(0)  # by ranks that have left the devices: the engines wake
+    >>> turns.engines_are_done(num_unsettled=3), turns.engines_are_done(num_unsettled=0)
+    (False, True)
+    >>> turns.slept()
+    >>> turns.is_of_ranks
+    True
+    >>> turns.batch_ended()  # its last round is sent: the ranks get no other
+    >>> turns.is_of_ranks, turns.engines_are_done(num_unsettled=0)  # until they have published
+    (False, False)
+    """
+
+    num_batches: int  # of the whole run
+    num_ended: int  # batches whose rounds have all been sent
+    is_of_ranks: bool = False  # they may get rounds: the engines sleep
+    _num_published: int = -1
+
+    def published(self, num_batches: int) -> None:
+        """The weights after so many batches are published, which wakes the engines."""
+        self._num_published = num_batches
+
+    def engines_are_done(self, *, num_unsettled: int) -> bool:
+        """Whether the engines may sleep; `num_unsettled`: admitted slots that are in work.
+
+        After the last batch they stay awake, for evaluations.
+        """
+        is_theirs = self._num_published == self.num_ended < self.num_batches
+        return is_theirs and not self.is_of_ranks and not num_unsettled
+
+    def slept(self) -> None:
+        """The engines sleep."""
+        self.is_of_ranks = True
+
+    def batch_ended(self) -> None:
+        """The last round of a batch is sent."""
+        self.num_ended += 1
+        self.is_of_ranks = False

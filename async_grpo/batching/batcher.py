@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from async_grpo.batching.admission import StepKey
+from async_grpo.batching.admission import StepKey, Turns
 from async_grpo.batching.evaluations import Evaluations
 from async_grpo.batching.ledger import FATES, Ledger
 from async_grpo.batching.packing import Item, Key, estimate_cost
@@ -97,6 +97,9 @@ class ExperienceBatcher:
             current_step=plan.first_step,
         )
         self._outbox = Outbox(plan.num_ranks)
+        num_batches, ended = config.batching.num_training_batches, plan.first_step.batch
+        turns = Turns(num_batches=num_batches, num_ended=ended)
+        self._turns = turns if config.memory.colocated else None
         self._parts: dict[Key, Sample] = {}
         self._sent = [Tally()] * plan.num_ranks  # by rank, of the current step
         self._news = asyncio.Event()  # set when a further round may go out
@@ -111,6 +114,9 @@ class ExperienceBatcher:
         if version.batches > self._window.batches_published:
             self._window.batch_published(version.batches)
         self._slots.start()
+        if self._turns is not None:
+            self._turns.published(version.batches)
+            self._news.set()
 
     def control_asked(self) -> None:
         """Controls have changed: a larger staleness opens the window now."""
@@ -203,6 +209,8 @@ class ExperienceBatcher:
         while True:
             await self._outbox.wait_for_demand()
             await self._payloads.fetched()  # ranks that request an item have fetched the last one
+            if self._turns is not None:
+                await self._ranks_turn(self._turns)
             self._news.clear()
             now_s = asyncio.get_running_loop().time()
             formed = self._rounds.next_round(now_s, hungry=self._outbox.is_hungry)
@@ -218,6 +226,17 @@ class ExperienceBatcher:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(self._rounds.due_in(now_s)):
                         await self._news.wait()
+
+    async def _ranks_turn(self, turns: Turns) -> None:
+        """Return when the engines have sampled all that they may, and sleep."""
+        while not turns.is_of_ranks:
+            self._news.clear()
+            if turns.engines_are_done(num_unsettled=self._slots.num_unsettled):
+                await self._evaluations.ended()
+                await self._pipeline.rest()
+                turns.slept()
+            else:
+                await self._news.wait()
 
     def _minibatches(self, formed: Round) -> tuple[Minibatch, ...]:
         minibatches, config = [], self._plan.config
@@ -262,6 +281,8 @@ class ExperienceBatcher:
         ended = self._ledger.close_step(step)
         is_last = step.step_in_batch + 1 == self._plan.config.batching.steps_per_batch
         controls = self._controls.take() if is_last else ()
+        if is_last and self._turns is not None:
+            self._turns.batch_ended()
         if any(control.action == "evaluate" for control in controls):
             self._evaluations.ask(step.batch + 1)
         self._window.max_staleness = max(self._controls.staleness)

@@ -91,10 +91,15 @@ class Evaluations:
         results, self._results = tuple(self._results), []
         return results
 
-    async def finished(self) -> tuple[EvaluationResult, ...]:
-        """As `take`, once no evaluation is running; raises the error of one that has failed."""
+    async def ended(self) -> None:
+        """Return once no evaluation is running."""
         if self._running:
             await asyncio.wait({self._running})
+
+    async def finished(self) -> tuple[EvaluationResult, ...]:
+        """As `take`, once no evaluation is running; raises the error of one that has failed."""
+        await self.ended()
+        if self._running:
             self._running.result()
         return self.take()
 

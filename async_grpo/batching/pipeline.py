@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -78,6 +79,9 @@ class SlotPipeline:
         self._judged = Counter[str]()  # answers of judges and services since the last call
         self._sampled = Counter[str]()  # groups, and those of them that were sampled again
         excluded = plan.resume.quarantined if plan.resume else ()
+        room = int(config.teaching.teacher_buffer_gib * 2**30) or plan.object_store_bytes // 4
+        if config.memory.colocated:  # nothing is fetched before a whole batch is scored
+            room = sys.maxsize
         self.workers = LeasedWorkers(registry_of, timeout_s=limit_s, quarantined=excluded)
         self.grading = Grading(self._verify, timeout_s=limit_s, progress=self.workers.progress)
         self.stages = StageClock(time.monotonic())
@@ -89,12 +93,16 @@ class SlotPipeline:
             self._in_stage,
             teachers=Teachers(plan, registry_of),
             payloads=PayloadBuffer(
-                int(config.teaching.teacher_buffer_gib * 2**30) or plan.object_store_bytes // 4,
+                room,
                 questions_per_step=batching.questions_per_step,
                 step=first.batch * batching.steps_per_batch + first.step_in_batch,
                 is_whole_step=batching.deterministic or plan.rules.waits_for_step,
             ),
         )
+
+    async def rest(self) -> None:
+        """Have the engines give their devices to the ranks, until weights are published."""
+        await self._registry_of(GENERATION).rest()
 
     def take_clock(self) -> dict[str, float]:
         """Seconds by stage since the last call, and counts of what was repeated in that time."""

@@ -47,6 +47,11 @@ class Slots:
         first = self.plan.first_step
         self._limits = FailureLimits(graded=first.batch if first.step_in_batch else None)
 
+    @property
+    def num_unsettled(self) -> int:
+        """Slots that have started and are in work."""
+        return sum(self._unsettled.values())
+
     def start(self) -> None:
         """Start the slots that the window allows."""
         config = self.plan.config

@@ -173,7 +173,8 @@ def room_in(cluster: ClusterResources, setup: Setup, *, address: str) -> Finding
     """
     workers = [each for each in setup.workers if each.mode != VERIFIER and not each.judge_url]
     cpus = float(sum(each.num_workers for each in workers))
-    devices = setup.num_ranks * setup.train.memory.gpus_per_rank + sum(
+    memory = setup.train.memory
+    devices = setup.num_ranks * memory.gpus_per_rank * (not memory.colocated) + sum(
         each.num_workers * each.num_devices * each.gpus_per_worker for each in workers
     )
     machines = "1 machine" if cluster.num_machines == 1 else f"{cluster.num_machines} machines"

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from async_grpo.cli.local_run import LocalRun
-from async_grpo.config.roles import ENGINES
+from async_grpo.config.roles import ENGINES, GENERATION
 from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.devices.inventory import Inventory
-from async_grpo.devices.placement import Demand, Placement, plan
+from async_grpo.devices.placement import Demand, Placement, plan, plan_in_turns
 from async_grpo.model.foreign_folders import stated_adapter
 from async_grpo.util.errors import ConfigError
 from async_grpo.weight_sync.routes import serving_adapters
@@ -25,6 +25,8 @@ def placed(run: LocalRun, inventory: Inventory) -> LocalRun:
     """
     adapter = stated_adapter(run.train.adapter)
     workers = serving_adapters(run.train, adapter, run.workers, on_cpu=not inventory.devices)
+    if run.train.memory.colocated:
+        workers = tuple(replace(w, colocated=w.mode == GENERATION) for w in workers)
     if workers != run.workers:
         run = replace(run, workers=workers)
     if run.ray_address:
@@ -61,8 +63,10 @@ def plan_on(nodes: Sequence[int], run: LocalRun) -> Placement:
     ranks = Demand(
         "trainer rank", run.num_ranks, share=run.train.memory.gpus_per_rank, weight=OF_ENGINE
     )
-    demands = [_demand(config) for config in run.workers]
-    return plan(nodes, ranks=ranks, workers=[each for each in demands if each.count])
+    demands = [each for each in map(_demand, run.workers) if each.count]
+    if run.train.memory.colocated:
+        return plan_in_turns(nodes, ranks=ranks, workers=demands, engines=f"{GENERATION} worker")
+    return plan(nodes, ranks=ranks, workers=demands)
 
 
 def _demand(config: WorkerConfig) -> Demand:

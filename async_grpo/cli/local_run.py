@@ -281,7 +281,8 @@ EMITTED: dict[str, Callable[[LocalRun], str]] = {"slurm": slurm, "ray-job": ray_
 def num_devices(run: LocalRun) -> int:
     """The devices that ranks and workers take on a machine that has devices."""
     shares = [each.num_workers * each.num_devices * each.gpus_per_worker for each in run.workers]
-    return math.ceil(sum(shares) + run.num_ranks * run.train.memory.gpus_per_rank)
+    memory = run.train.memory
+    return math.ceil(sum(shares) + run.num_ranks * memory.gpus_per_rank * (not memory.colocated))
 
 
 def _file(run: LocalRun) -> str:

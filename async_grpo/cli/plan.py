@@ -189,7 +189,8 @@ def _folder(model: str) -> Path | None:
 
 def _placed(run: LocalRun, fleet: Fleet) -> LocalRun:
     """The run with whole devices; where they are too few, with shares as `launch` gives them."""
-    if fleet.num_devices < 1 + sum(each.num_devices for each in run.workers):
+    is_colocated = run.train.memory.colocated
+    if is_colocated or fleet.num_devices < 1 + sum(each.num_devices for each in run.workers):
         return placed_on(run, fleet.nodes)
     workers = tuple(replace(each, gpus_per_worker=1.0) for each in run.workers)
     train = run.train.but(gpus_per_rank=1.0)

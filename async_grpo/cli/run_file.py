@@ -82,8 +82,8 @@ CALLED = {
     "max_model_len": "vllm_max_model_length", "lr_scheduler": "lr_scheduler_type",
     "num_warmup_steps": "warmup_steps", "mixed_precision": "bf16",
     "activation_checkpointing": "gradient_checkpointing enable_gradient_checkpointing",
-    "fsdp_sharding_strategy": "fsdp fsdp_config", "eval": "num_generations_eval",
-    "eval_every_batches": "eval_steps test_freq",
+    "use_liger_kernel": "use_liger", "fsdp_sharding_strategy": "fsdp fsdp_config",
+    "eval": "num_generations_eval", "eval_every_batches": "eval_steps test_freq",
     "checkpoint_every_batches": "save_steps save_freq", "keep_checkpoints": "save_total_limit",
     "resume": "resume_from_checkpoint", "trackers": "report_to logger",
     "push_to_hub": "hub_model_id", "hub_public": "hub_private_repo",
@@ -94,9 +94,10 @@ CALLED = {
     "max_grad_norm": "grad_clip", "importance_correction": "rollout_correction",
     "reward_fns": "custom_reward_function.path custom_reward_function.name",
     "fsdp_shard_ranks": "fsdp_size", "offload": "param_offload optimizer_offload",
+    "colocated": "vllm_mode vllm_enable_sleep_mode free_cache_engine",
     "engine_option": "engine_kwargs", "mode": "reward_model.model.path reward_model.enable",
     "": "num_iterations top_k min_p repetition_penalty top_entropy_quantile "
-        "off_policy_mask_threshold reward_weights max_tool_calling_iterations use_vllm vllm_mode "
+        "off_policy_mask_threshold reward_weights max_tool_calling_iterations use_vllm "
         "ppo_epochs lora_dropout lora.dropout",
 }  # fmt: skip
 THEIRS = {name: own for own, names in CALLED.items() for name in names.split()}

@@ -210,7 +210,7 @@ def joined_ranks(config: TrainConfig, *, asks_ray: bool, timeout_s: float) -> It
     os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(of_nccl))
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     with rank_device(
-        asks_ray=asks_ray,
+        asks_ray=asks_ray and not memory.colocated,  # engines hold the ranks' devices in Ray
         address=places.ray_address,
         namespace=places.namespace,
         share=memory.gpus_per_rank,

@@ -37,6 +37,7 @@ from async_grpo.config.train_config import TrainConfig
 from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.data.lines import check_source
 from async_grpo.data.questions import Columns, parse_column_mapping
+from async_grpo.devices.bill import PACKED_BITS
 from async_grpo.devices.inventory import usable_devices
 from async_grpo.environments.find import SHIPPED
 from async_grpo.launch.child_processes import ChildProcess
@@ -259,13 +260,14 @@ def dequantize(source: str, target: Path) -> None:
 @click.command("quantize", context_settings=CONTEXT)
 @click.argument("source", metavar="IN")
 @click.argument("target", metavar="OUT", type=click.Path(path_type=Path))
-@click.option("--kind", type=click.Choice(["nf4", "int8"]), default="nf4", help="default: nf4")
+@click.option("--kind", type=click.Choice([*PACKED_BITS]), default="nf4", help="default: nf4")
 @command_boundary()
 def quantize(source: str, target: Path, kind: str) -> None:
-    """Write IN with linear layers rounded to what 4 or 8 bits can say, for --base-quantization.
+    """Write IN with its linear layers rounded to 4 or 8 bits.
 
-    OUT has IN's names and types, and every role of a run takes it: so engines compute with the
-    weights that trainer ranks hold packed. One tensor at a time is in memory. Needs bitsandbytes.
+    Trainer ranks with --base-quantization hold such layers packed. OUT has IN's names and types,
+    and every role of a run takes it: so engines compute with the ranks' weights. One tensor at a
+    time is in memory. Needs bitsandbytes.
 
     \b
     e.g. Qwen/Qwen2.5-7B-Instruct models/Qwen2.5-7B-nf4

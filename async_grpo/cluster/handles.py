@@ -80,6 +80,7 @@ class WorkerHandle(Protocol):
     abort_all: Method[[], None]
     load_weights: Method[[WeightsSnapshot], WeightsAck]  # of roles that follow the trainer's
     generate: Method[[GenerationRequest], tuple[Turn, ...]]
+    sleep: Method[[], None]  # of generation workers, until the next weights
     open_route: Method[[Mapping[str, object], float], None]  # device transport's, as the next two
     expect_weights: Method[[WeightsSnapshot], None]
     receive_weights: Method[[WeightsSnapshot, Mapping[str, object], float], None]
@@ -87,7 +88,7 @@ class WorkerHandle(Protocol):
     teach: Method[[LogprobRequest], tuple[object, ...]]  # of teachers, as the next three
     head: Method[[HeadRequest], tuple[object, ...]]
     join_express: Method[[object, int], None]
-    serve_express: Method[[object], None]
+    serve_express: Method[..., None]
     play: Method[[EpisodesRequest], PlayedGroup]  # of environments
     # Of judges, and of services of the user's own.
     answer: Method[[JudgeRequest | ServiceRequest], JudgeAnswer | bytes]
@@ -133,6 +134,7 @@ class ControllerHandle(Protocol):
     heard: Method[[RunId], None]
     publish: Method[[RunId, WeightsSnapshot, tuple[str, ...], float], dict[str, PublishReport]]
     published: Method[[RunId, WeightsVersion], None]
+    rest: Method[[RunId], None]
     next_items: Method[[RunId, int, int], StreamItems]
     hungry: Method[[RunId, int], None]
     taught_again: Method[[RunId, int, int, Sequence[RowKey]], Minibatch]

@@ -92,7 +92,8 @@ class TeachingOptions(Options):
 
     express: str = option("", none="")
     """DxT: of the teacher's workers, D times T send logits straight to the ranks while all of them
-    live; D share the sequences and T the vocabulary. Empty: logits go by the object store"""
+    live; D share the sequences and T the vocabulary. Empty: logits go by the object store. The
+    ranks of workers with --scorer-ranks count each, and share the sequences"""
 
     @property
     def express_mesh(self) -> tuple[int, int] | None:

@@ -132,6 +132,9 @@ class TrainConfig:
                 f"({sampling.max_generation_tokens}) plus a prompt",
                 "raise it or lower --max-generation-tokens",
             )
+        if self.memory.colocated and sampling.max_staleness > 1:
+            rule = "must be at most 1 with --colocated: nothing is sampled while a batch is trained"
+            raise sampling.refusal("max_staleness", rule, "1 or 0 do the same work")
         if batching.deterministic and sampling.max_staleness:
             raise sampling.refusal(
                 "max_staleness", "must be 0 with --deterministic", "drop one of the two"

@@ -213,8 +213,8 @@ class MemoryOptions(Options):
     mixed_precision: str = option("auto", choices=("auto", "no", "bf16"))
     """compute type; master weights are float32"""
     attention: str = option("auto", choices=("auto", "packed", "flash_attention_2"))
-    """kernel of attention over packed rows: auto is packed, torch's own, by FlashAttention-3 where
-    that is installed; flash_attention_2 needs flash-attn; each is checked before training"""
+    """kernel of attention over packed rows: auto is packed, torch's own, by FlashAttention-3 or 4
+    where one is installed; flash_attention_2 needs flash-attn; each is checked before training"""
     fsdp_sharding_strategy: str = option(
         "FULL_SHARD", choices=("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD", "ZERO1")
     )
@@ -231,15 +231,21 @@ class MemoryOptions(Options):
     activation_checkpointing: str = option(
         "auto", choices=("auto", "on", "off"), bare="on", none="off"
     )
-    """recompute activations in the backward pass; auto: where the bill of memory, which is logged
-    at the start, exceeds what is free without it"""
+    """recompute activations in the backward pass; auto: those of as few layers as make the bill of
+    memory, which is logged at the start, fit into what is free"""
     use_torch_compile: bool = option(False)
     """compile decoder layers and log-probabilities"""
+    use_liger_kernel: bool = option(False)
+    """on a device, compute norms, rotary embedding and activation by the fused kernels of
+    liger-kernel, if a small random model computes the same by them, forward and backward"""
     defer_gradient_sync: bool = option(False)
     """reduce gradients over ranks once a step instead of once a minibatch; costs a whole gradient
     in memory on each rank"""
     gpus_per_rank: float = option(1.0, must=POSITIVE, change=Change.INCIDENTAL)
     """share of a device, and of its memory, that a rank takes: below 1 workers may use the rest"""
+    colocated: bool = option(False)
+    """ranks and generation workers have the same devices in turns: engines sleep while a batch is
+    trained, and the ranks' weights and moments wait in the host's memory while they sample"""
     peak_tflops: str = option("auto", change=Change.INCIDENTAL)
     """TFLOP/s that a rank's device could do, by which mfu is told; measure: by products as the run
     starts; auto: measured on a device, and no mfu on a CPU"""
@@ -265,6 +271,9 @@ class MemoryOptions(Options):
                 "must leave parameters where ZERO1 gathers them",
                 "give --offload optimizer, or --fsdp-sharding-strategy FULL_SHARD",
             )
+        if self.colocated and self.weight_transport != "object_store":
+            rule = "must be object_store with --colocated: NCCL needs a device for every process"
+            raise self.refusal("weight_transport", rule, "leave it out")
         if self.gpus_per_rank > 1:
             raise self.refusal(
                 "gpus_per_rank", "must be at most 1", "--nproc-per-node takes more devices"

@@ -42,6 +42,7 @@ from async_grpo.util.user_code import UserCode, split_arguments, text_of
 DEFAULT_MAX_NUM_SEQS = 64
 LARGEST_RANK = 512  # of an adapter, in vLLM
 WITH_MODEL = (GENERATION, LOGPROB, TEACHER, JUDGE, REWARD)
+SCORERS = (LOGPROB, TEACHER)
 USERS_OWN = "path/to/file.py:Name"  # a mode with a colon names a class of the user
 SWITCHES = {  # former environment variables, and the options that replace them
     "ASYNC_GRPO_VERIFIER_NAMESPACES": "--unconfined-rewards",
@@ -173,13 +174,19 @@ class WorkerConfig(Options):
     max_tokens_per_gpu: int = option(
         16384, group="Only with --mode logprob or teacher", must=POSITIVE
     )
-    """tokens of one packed forward"""
+    """tokens of one packed forward, of each rank"""
+    scorer_ranks: int = option(1, must=AT_LEAST_1)
+    """devices, or processes on CPUs, over which a worker shards its model by FSDP2; each scores
+    outputs of its own"""
 
     gpus_per_worker: float = option(1.0, group="Devices", must=POSITIVE)
     """share of a device that Ray gives to a worker: below 1 others may use the rest"""
     gpu_memory_utilization: float = option(0.0)
     """share of its devices' memory that a worker may take, weights and caches; 0: 0.92 of whole
     devices, --gpus-per-worker of a shared one"""
+
+    colocated: bool = option(False)
+    """(generation) engines that can sleep, while a trainer with --colocated has their devices"""
 
     start_timeout_s: float = option(1800.0, group="Keeping workers alive")
     """seconds a worker may take to load and register: a large model on a network disk takes long"""
@@ -254,11 +261,31 @@ class WorkerConfig(Options):
                 f"must be 1 with --tensor-parallel-size {self.tensor_parallel_size}",
                 "Ray shares single devices only",
             )
+        if self.colocated and self.mode != GENERATION:
+            raise self.refusal(
+                "colocated", f"is for --mode generation, got {self.mode}", "leave it out"
+            )
+        if self.scorer_ranks > 1:
+            self._check_scorer_ranks()
         if self.gpu_memory_utilization > 1:
             raise self.refusal(
                 "gpu_memory_utilization", "must be at most 1", "0.92 is vLLM's own choice"
             )
         parse_engine_options(self.engine_option)
+
+    def _check_scorer_ranks(self) -> None:
+        if self.mode not in SCORERS:
+            raise self.refusal(
+                "scorer_ranks",
+                f"must be 1 with --mode {self.mode}",
+                "engines are divided by --tensor-parallel-size, trainers by --nproc-per-node",
+            )
+        if self.gpus_per_worker < 1:
+            raise self.refusal(
+                "gpus_per_worker",
+                f"must be 1 with --scorer-ranks {self.scorer_ranks}",
+                "each rank takes a whole device",
+            )
 
     @property
     def engine_options(self) -> Mapping[str, str]:
@@ -293,6 +320,8 @@ class WorkerConfig(Options):
             return self.terms.devices
         if not self.serves_model:
             return 0
+        if self.mode in SCORERS:
+            return self.scorer_ranks
         return self.tensor_parallel_size if self.mode in ENGINES else 1
 
     @property

@@ -23,7 +23,7 @@ import ray
 
 from async_grpo.batching.records import BatcherPlan
 from async_grpo.cluster.cluster import Cluster
-from async_grpo.config.roles import VERIFIER, check_service, is_service, role_of
+from async_grpo.config.roles import GENERATION, VERIFIER, check_service, is_service, role_of
 from async_grpo.controller.heartbeat import until_gone
 from async_grpo.controller.leases import Lease
 from async_grpo.controller.registry import WorkerRegistry, registry_with
@@ -189,6 +189,8 @@ class Controller:
             watch = self._end_with(witness, self._run)
             self._run.calls.add(asyncio.create_task(watch, name="end-with-trainer"))
             logger.info("run %s of trainer %s begins", run, trainer)
+            if plan.config.memory.colocated:  # the ranks have the devices first
+                await self.registry_of(GENERATION).rest()
             return run.epoch
 
     async def end_run(self, run: RunId) -> None:
@@ -215,6 +217,10 @@ class Controller:
     async def published(self, run: RunId, version: WeightsVersion) -> None:
         """Weights are published: the staleness window moves, and slots start."""
         await self._current(run).published(version)
+
+    async def rest(self, run: RunId) -> None:
+        """Have the engines give their devices to the ranks, whatever they do now."""
+        await self._while_it_lasts(run, self.registry_of(GENERATION).rest)
 
     async def next_items(self, run: RunId, rank: int, index: int) -> StreamItems:
         """Answer `index` of a rank's stream; a repeated call gets the same answer."""

@@ -45,6 +45,8 @@ from async_grpo.util.errors import (
     LeaseLost,
     LossCause,
     NoWorkerError,
+    ProcessLostError,
+    WorkerError,
 )
 
 if TYPE_CHECKING:
@@ -78,6 +80,7 @@ class WorkerRegistry:
         self._lost = Counter[str]()
         self._updates = Updates(role.name, serves=self._serves, fence=self._fence)
         self._holds = Holds()
+        self._rests = False  # from `rest` to the next publication
         self.history = History()
         self._aborting: set[asyncio.Task[None]] = set()
 
@@ -148,7 +151,7 @@ class WorkerRegistry:
         try:
             version: WeightsVersion | None = UNVERSIONED
             if self._role.loads_weights:
-                version = await self._updates.bring_up(handle, heartbeat, who=who)
+                version = await self._brought_up(handle, heartbeat, who=who)
             self._balancer.add_worker(
                 worker_id, capacity=info.capacity, overhead=info.overhead, version=version
             )
@@ -161,6 +164,47 @@ class WorkerRegistry:
         self.history.note("registered", worker_id)
         logger.info("%s registered with capacity %g", who, info.capacity)
         self._line.serve()
+
+    async def _brought_up(
+        self, handle: WorkerHandle, heartbeat: asyncio.Task[Loss], *, who: str
+    ) -> WeightsVersion | None:
+        """Have a new worker do as the others: serve the current weights, or sleep (None)."""
+        while True:
+            rests, version = self._rests, None
+            if rests:
+                await self._asleep(handle, who)
+            else:
+                version = await self._updates.bring_up(handle, heartbeat, who=who)
+            if rests == self._rests:
+                return version
+
+    async def rest(self) -> None:
+        """Have all members give up their devices, until new weights are published.
+
+        They get no lease meanwhile; leases that they still have end. One that does not within its
+        deadline is fenced, which frees what it holds.
+        """
+        self._rests = True
+        members = self.members
+        for member in members:
+            reason = "the trainer needs its devices"
+            self._end_leases(member, tuple(member.leases), LossCause.SLEEP, reason)
+            self._balancer.set_version(member.info.worker_id, None)
+        await asyncio.gather(*map(self._put_to_sleep, members))
+
+    async def _put_to_sleep(self, member: Member) -> None:
+        worker_id = member.info.worker_id
+        try:
+            await self._asleep(member.handle, self._who(worker_id))
+        except AsyncGrpoError as error:
+            self._fence(worker_id, LossCause.SLEEP, f"it does not sleep: {error}")
+
+    async def _asleep(self, handle: WorkerHandle, who: str) -> None:
+        try:
+            await handles.call(handle.sleep.remote(), timeout_s=deadlines.ENGINE_ASLEEP_S, who=who)
+        except ProcessLostError as error:  # a dispatcher would take it for the controller's end
+            raise WorkerError(str(error)) from None
+        self.history.note("slept")
 
     def deregister(self, worker_id: str) -> None:
         """Forget a worker; its leases are lost."""
@@ -214,8 +258,9 @@ class WorkerRegistry:
         """Have every receiver serve `snapshot`; fence those that cannot within the deadline.
 
         Once a member serves it, this does not wait for one that needs much longer, which gets no
-        work until it has caught up.
+        work until it has caught up. Members that rest wake.
         """
+        self._rests = False
         return await self._updates.publish(snapshot, self.receivers, timeout_s=timeout_s)
 
     @contextlib.contextmanager
@@ -248,7 +293,7 @@ class WorkerRegistry:
         No request gets a lease on weights before the next run has published some.
         """
         cause, reason = LossCause.RUN_ENDED, "the run that asked for a lease has ended"
-        self._updates.snapshot = None
+        self._updates.snapshot, self._rests = None, False
         self._line.cancel(LeaseLost(cause, reason))
         for worker_id, member in self._members.items():
             if self._end_leases(member, tuple(member.leases), cause, reason):
@@ -292,7 +337,7 @@ class WorkerRegistry:
         return len(lease_ids)
 
     def _serves(self, worker_id: str, version: WeightsVersion) -> None:
-        if worker_id in self._members:
+        if worker_id in self._members and not self._rests:
             self._balancer.set_version(worker_id, version)
             self._line.serve()
 
@@ -315,7 +360,7 @@ class WorkerRegistry:
         self._line.serve()
 
     def _catch_up(self, worker_id: str) -> None:
-        if worker_id in self._members:
+        if worker_id in self._members and not self._rests:
             member = self._members[worker_id]
             self._updates.catch_up(member, timeout_s=deadlines.WEIGHTS_APPLIED_S)
 

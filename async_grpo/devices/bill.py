@@ -104,7 +104,9 @@ class Training:
     chunk_tokens: int = 1024  # whose logits exist at a time
     compute_bytes: int = FLOAT32  # of one value in the compute dtype
     keeps_gathered: bool = False
-    checkpointing: bool = False
+    checkpointing: int = (
+        0  # one layer in so many, from the first, recomputes its activations; 0: none
+    )
     defers: bool = False  # gradients stay unsharded until the end of the step
     keeps_old_policy: bool = False
     keeps_first_policy: bool = False
@@ -161,9 +163,15 @@ def trainer_bill(model: ModelShape, training: Training) -> Bill:
 def with_checkpointing_if_needed(
     model: ModelShape, training: Training, *, free_bytes: int
 ) -> Training:
-    """`training` with `checkpointing` only if its bill exceeds `free_bytes` without."""
-    plain = replace(training, checkpointing=False)
-    return replace(plain, checkpointing=trainer_bill(model, plain).total > free_bytes)
+    """`training` with `checkpointing` of as few layers as make its bill fit into `free_bytes`.
+
+    Of all layers where that is not enough either.
+    """
+    for one_in in (0, *range(model.num_layers, 0, -1)):
+        training = replace(training, checkpointing=one_in)
+        if trainer_bill(model, training).total <= free_bytes:
+            break
+    return training
 
 
 def _held(model: ModelShape, training: Training) -> tuple[Line, ...]:
@@ -203,16 +211,21 @@ def _held(model: ModelShape, training: Training) -> tuple[Line, ...]:
 
 
 def _activations(model: ModelShape, training: Training) -> tuple[Line, ...]:
-    """The activations of all layers, or the inputs of all and the activations of one."""
+    """Activations of all layers, or inputs in place of those that are recomputed, one at a time."""
     tokens, size = training.num_tokens, training.compute_bytes
     layer = tokens * layer_token_bytes(model, size)
     ends = tokens * model.hidden * (FLOAT32 + 4 * size)  # last norm, head's input and its gradient
     last = Line("last hidden states", ends, "T H (4 + 4 e)")
     if training.checkpointing:
-        inputs = tokens * model.hidden * size * model.num_layers
-        recomputed = "one layer's activations, recomputed"
-        own = Line(recomputed, layer, "see layers' activations")
-        return Line("layers' inputs", inputs, "e T L H"), own, last
+        count, one_in = model.num_layers, training.checkpointing
+        recomputed = ceil(count / one_in)
+        inputs = tokens * model.hidden * size * recomputed
+        # Those behind the last one that recomputes its own are freed before it does.
+        held = count - recomputed + ((count - 1) % one_in == 0)
+        own = Line(
+            "layers' activations at a time", layer * held, f"of {held} layers, one recomputed"
+        )
+        return Line("layers' inputs", inputs, f"e T H of {recomputed} layers"), own, last
     of_norms = f" + {2 * (FLOAT32 + (1 if model.trained else 2) * size)} H"
     of_norms += f" + {size} of {model.trained.token_values} ranks" if model.trained else ""
     formula = f"{layer_token_bytes(model, size)} bytes a token and layer: e (3 Q + 2 K + 4 I)"
@@ -275,7 +288,6 @@ class Engine:
     may_take: int = 0  # bytes of each device that vLLM may use; 0: the engine is on CPUs
     received: int = 0  # numbers of a version of the weights; 0: all of the model's
     adapters: int = 0  # numbers of all adapters that it has room for
-    keeps_staged: bool = False  # the last weights stay staged, for updates by --weight-delta
 
     @property
     def on_cpu(self) -> bool:
@@ -286,14 +298,13 @@ def engine_bill(model: ModelShape, engine: Engine) -> Bill:
     """The bill of one device of an engine, with the host memory of its worker."""
     given = "given" if engine.cache_bytes else "what is left"
     token = ceil(cached_token_bytes(model, engine.bytes_of_number) / engine.devices)
-    staged = "kept for --weight-delta" if engine.keeps_staged else "during an update"
     held = OUTPUT_BYTES * engine.num_seqs * engine.longest
     return Bill().plus(
         *_beside_cache(model, engine),
         Line("keys and values", cache_bytes(model, engine), f"{given}, 2 L K e / D = {token} B"
              " a token"),
         Line("staged weights", (engine.received or model.num_parameters) * engine.bytes_of_number,
-             f"e P, {staged}", on_host=True),
+             "e P", on_host=True),
         Line("outputs held", held, f"{OUTPUT_BYTES} a token of N sequences", on_host=True),
     )  # fmt: skip
 
@@ -362,17 +373,23 @@ class Scoring:
     num_tokens: int = 16384  # of one packed forward
     chunk_tokens: int = 1024
     is_updated: bool = False  # the policy's weights replace the worker's now and then
+    ranks: int = 1  # that share the model, each with a forward of its own
 
 
 def scorer_bill(model: ModelShape, scoring: Scoring) -> Bill:
-    """The bill of one scoring worker, which computes forward passes alone."""
+    """The bill of each rank of a scoring worker, which computes forward passes alone.
+
+    Of a sharded model a rank also holds what FSDP2 has gathered: two layers, embedding and head.
+    """
     size, tokens = scoring.bytes_of_number, scoring.num_tokens
     widest = max(3 * model.intermediate, 3 * model.query_width + 2 * model.key_width)
     chunk = min(scoring.chunk_tokens, tokens) * model.vocab_size
-    new = model.num_parameters * size * scoring.is_updated
+    parts, whole = scoring.ranks, 2 * model.layer_parameters + model.root_parameters
+    new = ceil(model.num_parameters * size * scoring.is_updated / parts)  # one copy serves all
     return Bill().plus(
-        Line("weights", model.num_parameters * size, "e P"),
+        Line("weights", ceil(model.num_parameters * size / parts), f"e P / {parts} ranks"),
+        Line("gathered weights", size * whole * (parts > 1), "e (two layers, and the root)"),
         Line("activations", tokens * (size * widest + 12 * model.hidden), "T (3 e I + 12 H)"),
         Line("logits", 2 * FLOAT32 * chunk, "8 C V"),
-        Line("new weights", new, "e P during an update", on_host=True),
+        Line("new weights", new, f"e P / {parts} ranks during an update", on_host=True),
     )

@@ -12,9 +12,16 @@ from async_grpo.devices.inventory import Inventory, check_seen, usable_devices
 
 def device_id() -> str:
     """The uuid of this process's device, the same in every process; empty on CPUs."""
-    if not torch.cuda.is_available():
-        return ""
-    return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+    return _uuid(torch.cuda.current_device()) if torch.cuda.is_available() else ""
+
+
+def device_ids(count: int) -> tuple[str, ...]:
+    """The uuids of the first `count` devices that this process sees."""
+    return tuple(_uuid(index) for index in range(count))
+
+
+def _uuid(index: int) -> str:
+    return str(torch.cuda.get_device_properties(index).uuid)
 
 
 def seen_devices() -> Inventory:

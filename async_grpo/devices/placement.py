@@ -65,6 +65,34 @@ def plan(nodes: Sequence[int], *, ranks: Demand, workers: Sequence[Demand]) -> P
     raise _refusal(nodes, ranks, workers)
 
 
+def plan_in_turns(
+    nodes: Sequence[int], *, ranks: Demand, workers: Sequence[Demand], engines: str
+) -> Placement:
+    """As `plan`, where ranks have the devices of the workers named `engines`, in turns with them.
+
+    Raises `ConfigError` for several machines, and for engines that have fewer devices than ranks.
+    """
+    if not sum(nodes):
+        return plan(nodes, ranks=ranks, workers=workers)
+    given = sum(each.count * each.devices for each in workers if each.who == engines)
+    if sum(map(bool, nodes)) > 1 or given < min(max(1, ranks.count), sum(nodes)):
+        raise ConfigError(
+            f"--colocated needs one machine, and a device of a {engines} for each of {ranks.count} "
+            f"ranks, got {given} on {_words_of(nodes)}: set num_workers and --nproc-per-node, or "
+            "leave it out"
+        )
+    found = plan(nodes, ranks=replace(ranks, count=0), workers=workers)
+    theirs = [seat for seat in found.seats if seat.who.startswith(engines)]
+    devices = sorted((seat.node, device) for seat in theirs for device in seat.devices)
+    ranks = replace(ranks, count=min(ranks.count, len(devices)), share=theirs[0].share)
+    seats = [
+        Seat(f"{ranks.who} {i}", node, (device,), ranks.share)
+        for i, (node, device) in enumerate(devices[: ranks.count])
+    ]
+    words = f"{found.sentence}, and {ranks.count} {ranks.who}(s) in turns with the {engines}s"
+    return Placement((*seats, *found.seats), (ranks, *found.placed[1:]), words)
+
+
 def _from_best_to_least(
     nodes: Sequence[int], ranks: Demand, workers: Sequence[Demand]
 ) -> Iterator[tuple[Demand, ...]]:
@@ -168,5 +196,6 @@ def _refusal(nodes: Sequence[int], ranks: Demand, workers: Sequence[Demand]) -> 
     needs = [f"{each.count} {each.who}(s) of {each.devices}" for each in workers if each.count]
     return ConfigError(
         f"{_words_of(nodes)} cannot hold {' and '.join((f'a {ranks.who}', *needs))}: lower "
-        "--num-workers or --tensor-parallel-size, or share devices with --gpus-per-worker"
+        "--num-workers, --tensor-parallel-size or --scorer-ranks, or share devices with "
+        "--gpus-per-worker"
     )

@@ -189,6 +189,7 @@ def _start_logprob_worker(
         max_tokens=config.max_tokens_per_gpu,
         dtype=config.dtype,
         temperature=config.temperature or None,
+        num_ranks=config.scorer_ranks,
         on_device=bool(taken["GPU"]),
         memory_share=config.memory_share,
         lease_s=config.worker_lease_s,

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable
+from importlib import metadata
 from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
+import torch.nn.attention
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
@@ -23,8 +26,11 @@ from async_grpo.util.errors import UnfitModel
 logger = logging.getLogger(__name__)
 PACKED = "packed"  # the name under which transformers knows `packed_attention`
 FLASH_2 = "flash_attention_2"  # transformers' own name
-FLASH_3_PACKAGE = "flash_attn_interface"
-HOPPER = 9  # major compute capability of the devices that FlashAttention-3 is for
+# Torch's names of other kernels, which it has for devices of these major compute capabilities.
+FLASH: dict[str, tuple[tuple[int, ...], Callable[[], object]]] = {
+    "FA3": ((9,), lambda: find_spec("flash_attn_interface")),
+    "FA4": ((9, 10), lambda: has_distribution("flash-attn-4")),  # flash-attn has its modules, too
+}
 # Arguments of transformers that are used before attention, or repeat what others say.
 WITHOUT_EFFECT = {
     "position_ids", "use_cache", "cu_seq_lens_k", "max_length_k", "output_router_logits", "seq_idx",
@@ -43,40 +49,67 @@ def choose_attention(
 ) -> str:
     """Transformers' name of the attention for packed rows on `device`, computing in `dtype`.
 
-    `wanted`: `packed` is our own, by torch's kernel; `auto` is the same by FlashAttention-3 where
-    that is installed; `flash_attention_2` is transformers'. Raises UnfitModel where it cannot run.
+    `wanted`: `packed` is our own, by torch's kernel; `auto` is the same by FlashAttention-3 or 4
+    where one is installed; `flash_attention_2` is transformers'. Raises UnfitModel where it cannot
+    run.
     """
     is_half_on_cuda = device.type == "cuda" and dtype in HALF_TYPES
     if wanted == FLASH_2:
         if not is_half_on_cuda or not is_flash_attn_2_available():
             raise UnfitModel(
-                f"attention {FLASH_2} needs a CUDA device, bf16 or fp16 and the package flash-attn "
-                f"(requirements/gpu-flash-attn.txt), got {device.type}, {dtype} and flash-attn "
+                f"attention {FLASH_2} needs a CUDA device, bf16 or fp16 and the package "
+                f"flash-attn, got {device.type}, {dtype} and flash-attn "
                 f"{'installed' if is_flash_attn_2_available() else 'not installed'}: use "
                 "--attention auto"
             )
         return FLASH_2
-    if wanted == "auto" and is_half_on_cuda and is_flash_3_active(device):
-        logger.info("attention uses FlashAttention-3")
+    if wanted == "auto" and is_half_on_cuda and (name := activate_flash(device)):
+        logger.info("attention uses FlashAttention-%s", name[-1])
     return PACKED
 
 
 @functools.cache
-def is_flash_3_active(device: torch.device) -> bool:
-    """Switch torch's kernels, also `varlen_attn`, to FlashAttention-3, if possible.
+def activate_flash(device: torch.device) -> str:
+    """Switch torch's kernels, also `varlen_attn`, to FlashAttention-3 or 4, if possible.
 
-    FlashAttention-3 is for one generation of devices, and is a separate package.
+    Both are separate packages, each for some generations of devices. Returns torch's name of the
+    one that is used, or "".
     """
-    if torch.cuda.get_device_capability(device)[0] != HOPPER or not find_spec(FLASH_3_PACKAGE):
-        return False
-    try:
-        from torch.nn.attention import activate_flash_attention_impl
+    major = torch.cuda.get_device_capability(device)[0]
+    for name, (majors, is_installed) in FLASH.items():
+        if major not in majors or not is_installed():
+            continue
+        try:
+            from torch.nn.attention import activate_flash_attention_impl
 
-        activate_flash_attention_impl("FA3")
-    except (ImportError, RuntimeError) as error:  # of torch before 2.11; made for another torch
-        logger.warning("FlashAttention-3 is installed but cannot be used: %s", error)
+            activate_flash_attention_impl(name)
+            return name
+        # Of torch before 2.11, or one that does not know it; made for another torch.
+        except (ImportError, RuntimeError, ValueError) as error:
+            logger.warning("%s is installed but cannot be used: %s", name, error)
+    return ""
+
+
+def has_distribution(name: str) -> bool:
+    """Whether a package of this name is installed, whichever modules it has."""
+    try:
+        return bool(metadata.version(name))
+    except metadata.PackageNotFoundError:
         return False
-    return True
+
+
+def flash_in_use() -> str:
+    """Torch's name of the kernels that it was switched to, or "" for its own."""
+    current = getattr(torch.nn.attention, "current_flash_attention_impl", None)  # not in torch 2.11
+    return (current and current()) or ""
+
+
+def drop_flash() -> None:
+    """Switch back to torch's own kernels, if others are in use."""
+    from torch.nn.attention import restore_flash_attention_impl
+
+    if flash_in_use():
+        restore_flash_attention_impl()
 
 
 def packed_attention(

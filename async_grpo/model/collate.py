@@ -44,6 +44,7 @@ def collate(
     scores: Mapping[str, int] | None = None,
     scores_of_given: Set[str] = frozenset(),
     share_prompts: bool = False,
+    dense: Mapping[str, Tensor] | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> PackedMinibatch:
     """Pack one rank's samples; without samples, an inert filler whose loss is exactly zero.
@@ -52,16 +53,18 @@ def collate(
     Tokens behind a sample's last trained one influence nothing and are left out of T. With
     `share_prompts` a prompt of several samples is in the row once: the same sums by fewer products.
     `scores`: {name: columns} that every sample must have (0: one value a token), and a filler gets.
-    A given pair needs `scores_of_given` alone, and gets zeros for the others. `dtype`: of weights
-    and advantages. Raises ValueError for an empty prompt or a missing score.
+    A given pair needs `scores_of_given` alone, and gets zeros for the others. `dense`: scores that
+    are packed already, as `Minibatch.dense`. `dtype`: of weights and advantages. Raises ValueError
+    for an empty prompt or a missing score.
     """
-    columns = _columns(samples, scores or {}, scores_of_given)
+    dense = dense or {}
+    scores = {name: number for name, number in (scores or {}).items() if name not in dense}
+    columns = _columns(samples, scores, scores_of_given)
     rows = [
         row for sample in samples for row in _rows(sample, columns, aggregation, constant_length)
     ]
-    if not rows:
-        return _filler(dtype, scores or {})
-    return _pack(rows, dtype, share_prompts=share_prompts)
+    packed = _pack(rows, dtype, share_prompts=share_prompts) if rows else _filler(dtype, scores)
+    return replace(packed, scores={**packed.scores, **dense}) if dense else packed
 
 
 def collate_pairs(

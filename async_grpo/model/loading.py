@@ -29,7 +29,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from async_grpo.model.attention import HALF_TYPES, PACKED
+from async_grpo.model.attention import HALF_TYPES, PACKED, drop_flash, flash_in_use
 from async_grpo.model.collate import collate_pairs, to_device
 from async_grpo.model.foreign_folders import config_file
 from async_grpo.model.model_folder import check_files, read_config
@@ -97,13 +97,14 @@ def load_sharded(
     parameters_on: torch.device | None = None,
     sequences_alone: bool = False,
     adapter: Adapter | None = None,
+    fuse: Callable[[PreTrainedModel], None] | None = None,
 ) -> PolicyModel:
     """The policy in `path`, dropout off; `shard` decides which part of it this process holds.
 
     `shard` works in place on a policy of meta parameters; None: it holds all. `parameters_on`: the
     device of its shards, if not `device`. `sequences_alone`: as `check_trainable` has found.
-    `adapter` trains, and `dtype` is that of the frozen model. Raises UnfitModel when weights are
-    missing.
+    `adapter` trains, and `dtype` is that of the frozen model. `fuse` gives a model other
+    kernels. Raises UnfitModel when weights are missing.
     """
     config = _read_config(path)
     policy = PolicyModel(outline(config, attention=PACKED, dtype=dtype))
@@ -122,6 +123,8 @@ def load_sharded(
         )  # fmt: skip
     if reason:
         policy = _load_whole(path, config, dtype, CPU if shard else device)
+    if fuse:
+        fuse(policy.model)
     if adapter:
         adapter.inject(policy)
     if shard:
@@ -225,6 +228,13 @@ def check_packing(
     only if the layers that carry a state see one sequence at a time.
     """
     found = _fault(config, attention, device, dtype, alone=False)
+    if found and (name := flash_in_use()):
+        drop_flash()
+        logger.warning(
+            "a packed row of %s (%s) %s with attention by %s: torch's own kernel is used",
+            path, config.model_type, found, name,
+        )  # fmt: skip
+        found = _fault(config, attention, device, dtype, alone=False)
     if found and not _fault(config, attention, device, dtype, alone=True):
         logger.info(
             "layers of %s (%s) carry a state: they are given each sequence apart", path,

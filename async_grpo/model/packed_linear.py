@@ -2,8 +2,9 @@
 
 Of each block of 64 numbers of a weight, flat, there are the largest absolute value in float32, and
 of each number the nearest of 16 levels of it (NF4, section 3 of the paper), or of 255 even ones.
-Rounding twice makes a weight that rounding no longer changes: an engine that serves it computes
-with the very numbers of the trainer. So that it stays, scales are not quantised in their turn.
+Rounding does not change a rounded weight, for a block's largest number stays what it is: an engine
+that serves it computes with the very numbers of the trainer. For that, scales are not quantised in
+their turn.
 
 Every rank has all packed weights: nothing of them is gathered, and FSDP2 knows them as buffers.
 """
@@ -25,26 +26,26 @@ from async_grpo.util.errors import ConfigError, UnfitModel
 
 @functools.cache
 def library() -> Any:
-    """bitsandbytes' functions; raises `ConfigError` where it is not installed."""
+    """bitsandbytes; raises `ConfigError` where it is not installed."""
     try:
-        from bitsandbytes import functional  # seconds
+        import bitsandbytes  # seconds
     except ImportError as error:
         raise ConfigError(
-            "--base-quantization and `quantize` need bitsandbytes, which cannot be imported "
-            f"({error}): pip install bitsandbytes"
+            "--base-quantization, `quantize` and every --optim but adamw need bitsandbytes, which "
+            f"cannot be imported ({error}): pip install bitsandbytes"
         ) from error
-    return functional
+    return bitsandbytes
 
 
 def packed(weight: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     """(levels as uint8, flat, two a byte of NF4, scales in float32 [ceil(n / 64)])."""
     flat = weight.detach().reshape(-1)  # the library's kernel for CPUs cuts rows into blocks
     if kind == "nf4":
-        codes, state = library().quantize_4bit(
+        codes, state = library().functional.quantize_4bit(
             flat, blocksize=PACKED_BLOCK, compress_statistics=False, quant_type=kind
         )
         return codes.reshape(-1), state.absmax
-    codes, state = library().quantize_blockwise(
+    codes, state = library().functional.quantize_blockwise(
         flat, code=_even(flat.device), blocksize=PACKED_BLOCK
     )
     return codes, state.absmax
@@ -52,7 +53,7 @@ def packed(weight: Tensor, kind: str) -> tuple[Tensor, Tensor]:
 
 def unpacked(codes: Tensor, scales: Tensor, kind: str, *, like: Tensor) -> Tensor:
     """The weight in the form and the type, float32, bf16 or fp16, of `like`."""
-    functions = library()
+    functions = library().functional
     state = functions.QuantState(
         absmax=scales, shape=(like.numel(),), blocksize=PACKED_BLOCK, dtype=like.dtype,
         quant_type=kind, code=None if kind == "nf4" else _even(codes.device),
@@ -65,13 +66,8 @@ def unpacked(codes: Tensor, scales: Tensor, kind: str, *, like: Tensor) -> Tenso
 
 
 def rounded(weight: Tensor, kind: str) -> Tensor:
-    """The weight of what `kind` can say, in its type, which `packed` keeps to the bit.
-
-    The first rounding may move a scale to the nearest number of that type, the second keeps it.
-    """
-    for _ in range(2):
-        weight = unpacked(*packed(weight, kind), kind, like=weight)
-    return weight
+    """The weight of what `kind` can say, in its type, which `packed` keeps to the bit."""
+    return unpacked(*packed(weight, kind), kind, like=weight)
 
 
 @functools.cache

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -151,9 +151,10 @@ class Asked:
 
     @property
     def is_shared(self) -> bool:
-        """Whether several processes of the run share a device."""
+        """Whether several processes of the run share a device, at a time or in turns."""
         shares = [each.gpus_per_worker for each in self.workers if each.num_devices]
-        return not self.on_cpu and min(self.train.memory.gpus_per_rank, *shares) < 1
+        memory = self.train.memory
+        return not self.on_cpu and (memory.colocated or min(memory.gpus_per_rank, *shares) < 1)
 
     @property
     def other_devices(self) -> int:
@@ -161,9 +162,14 @@ class Asked:
         others = [each for each in self.workers if each.kind in (JUDGE, REWARD, SERVICE)]
         return sum(each.num_workers * each.num_devices for each in others)
 
+    def scoring_devices(self, scorers: Sequence[int]) -> int:
+        """Devices of so many workers of each role that scores, in the order of `scorers`."""
+        counts = zip(self.scorers, scorers, strict=True)
+        return sum(count * self.workers[number].num_devices for number, count in counts)
+
     def devices_of(self, split: Split) -> int:
         """Devices that the split takes, with those of judges and services."""
-        others = sum(split.scorers) + self.other_devices
+        others = self.scoring_devices(split.scorers) + self.other_devices
         return split.ranks + split.engines * self.engine_devices + others
 
 

@@ -16,12 +16,16 @@ from async_grpo.util.errors import ConfigError
 
 OFFERED_RANK = 16  # of an adapter in place of training all
 CONTEXT_BYTES = GIB  # CUDA and NCCL of a rank or a scoring worker, an assumption
-BUCKET_BYTES, BUCKETS = 256 * MIB, 4  # of a rank's share of the weights: weight_sync/gather.py
+BUCKET_BYTES, BUCKETS = 64 * MIB, 12  # of a rank's share of the weights: weight_sync/gather.py
 # Memory of the interpreter and its libraries in a process of each role.
 PROCESS_BYTES = {
     "rank": 560 * MIB, "engine": 1530 * MIB, "scorer": 510 * MIB, "controller": 140 * MIB,
     "verifiers": 130 * MIB, "Ray": 860 * MIB,
 }  # fmt: skip
+# Lines of bills whose bytes --colocated moves to the host while others have the device.
+HELD = ("the frozen model", "master weights", "AdamW's moments", "the old policy",
+        "the first policy")  # fmt: skip
+PARKED, ASLEEP = "what waits while engines sample", "weights of a sleeping engine"
 VERIFIER_BYTES = 20 * MIB  # of a forked process that has graded
 SOURCE_OF_PROCESS = "measured on CPUs"
 
@@ -55,7 +59,10 @@ def _worker_bill(asked: Asked, number: int, count: int) -> RoleBill:
     config = asked.workers[number]
     make = scorer_bill_of if config.mode in (LOGPROB, TEACHER) else engine_bill_of
     room = asked.room(config.memory_share or 1)
-    return RoleBill(f"{config.role} worker", count, make(asked, number), room)
+    role = f"{config.role} worker"
+    if config.scorer_ranks > 1:
+        role, count = f"rank of a {role}", count * config.scorer_ranks
+    return RoleBill(role, count, make(asked, number), room)
 
 
 def training_of(asked: Asked, num_ranks: int) -> memory.Training:
@@ -94,7 +101,6 @@ def engine_of(asked: Asked, number: int) -> memory.Engine:
         may_take=may_take,
         received=asked.published if config.mode == GENERATION else 0,
         adapters=asked.model.num_trained * config.max_loras * bool(config.max_lora_rank),
-        keeps_staged=asked.train.memory.weight_delta,
     )
 
 
@@ -102,11 +108,15 @@ def rank_bill_of(asked: Asked, num_ranks: int) -> Bill:
     """The bill of each of `num_ranks` trainer ranks."""
     bill = memory.trainer_bill(asked.model, training_of(asked, num_ranks))
     published = asked.published * asked.worker_bytes(asked.generation)
-    buffers = min(BUCKET_BYTES, -(-published // num_ranks)) * BUCKETS
+    buffers = min(BUCKET_BYTES * BUCKETS, -(-published // num_ranks))
     context = CONTEXT_BYTES * (not asked.on_cpu)
+    in_turns = asked.train.memory.colocated and not asked.on_cpu
+    parked = sum(line.num_bytes for line in bill.lines if line.name in HELD and not line.on_host)
     return bill.plus(
         Line("CUDA's and NCCL's own", context, "assumed"),
-        Line("buckets of weights", buffers, f"{BUCKETS} of e P / ranks, at most 256 MiB",
+        Line("a sleeping engine's own", memory.GRAPHS_BYTES * in_turns, "assumed"),
+        Line(PARKED, parked * in_turns, "weights, moments", True),
+        Line("buckets of weights", buffers, "e P / ranks, at most 12 of 64 MiB",
              not asked.on_cpu),
         _process("rank", on_host=not asked.on_cpu),
     )  # fmt: skip
@@ -115,15 +125,26 @@ def rank_bill_of(asked: Asked, num_ranks: int) -> Bill:
 def engine_bill_of(asked: Asked, number: int) -> Bill:
     """The bill of each device of an engine of a worker's table."""
     bill = memory.engine_bill(asked.worker_models[number], engine_of(asked, number))
+    if asked.train.memory.colocated and number == asked.generation and not asked.on_cpu:
+        asleep = next(line.num_bytes for line in bill.lines if line.name == "weights")
+        bill = bill.plus(Line(ASLEEP, asleep, "e P / D", on_host=True))
     return _in_one_memory(asked, bill.plus(_process("engine", on_host=True)))
 
 
+def turn_bytes(asked: Asked, num_ranks: int) -> int:
+    """Bytes that move between a device and its host when the device changes hands."""
+    bills = rank_bill_of(asked, num_ranks), engine_bill_of(asked, asked.generation)
+    lines = (line for bill in bills for line in bill.lines)
+    return sum(line.num_bytes for line in lines if line.name in (PARKED, ASLEEP))
+
+
 def scorer_bill_of(asked: Asked, number: int) -> Bill:
-    """The bill of each reference or teacher worker of a table."""
+    """The bill of each rank of a table's reference or teacher workers."""
     config = asked.workers[number]
     scoring = memory.Scoring(
         bytes_of_number=asked.worker_bytes(number),
         num_tokens=config.max_tokens_per_gpu,
+        ranks=config.scorer_ranks,
         is_updated=config.mode == LOGPROB
         and asked.train.sampling.num_batches_per_ref_model_update
         < asked.train.batching.num_training_batches,
@@ -301,14 +322,17 @@ def _check_scorer(asked: Asked, number: int) -> None:
     if total <= room:
         return
 
-    def fits(tokens: int) -> bool:
-        changed = asked.with_worker(number, max_tokens_per_gpu=tokens)
+    def fits(**options: int) -> bool:
+        changed = asked.with_worker(number, **options)
         return scorer_bill_of(changed, number).total <= room
 
-    lower = next((n for n in _halves(config.max_tokens_per_gpu) if n >= 256 and fits(n)), 0)
-    remedy = (
-        f"lower it to {lower}" if lower else "take a device with more memory, or a smaller model"
-    )
+    fewer = [n for n in _halves(config.max_tokens_per_gpu) if n >= 256]
+    lower = next((n for n in fewer if fits(max_tokens_per_gpu=n)), 0)
+    enough = (n for n in (2, 4, 8, 16) if config.scorer_ranks < n <= asked.fleet.of_a_node)
+    more = next((n for n in enough if share == 1 and fits(scorer_ranks=n)), 0)
+    found = [f"lower it to {lower}"] if lower else []
+    found += [f"shard it over --scorer-ranks {more}"] if more else []
+    remedy = ", or ".join(found) or "take a device with more memory, or a smaller model"
     raise ConfigError(
         f"--max-tokens-per-gpu {config.max_tokens_per_gpu} of the {config.role} worker does not "
         f"fit: it needs {total / GIB:.1f} GiB and {_has(asked, share)}, "

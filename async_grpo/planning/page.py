@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
+from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.devices.bill import GIB, MIB
 from async_grpo.planning.asked import Asked
 from async_grpo.planning.bills import RoleBill, rank_bill_of
@@ -131,10 +132,14 @@ def _split_in_words(plan: Plan, found: Prediction) -> str:
     each = f" of {asked.engine_devices} devices" if asked.engine_devices > 1 else ""
     parts = [_count(split.engines, "engine") + each, _count(split.ranks, "trainer rank")]
     parts += [
-        _count(count, f"{asked.workers[number].role} worker")
+        _count(count, f"{asked.workers[number].role} worker") + _of_ranks(asked.workers[number])
         for number, count in zip(asked.scorers, split.scorers, strict=True)
     ]
     return ", ".join(parts)
+
+
+def _of_ranks(config: WorkerConfig) -> str:
+    return f" of {config.scorer_ranks} ranks" if config.scorer_ranks > 1 else ""
 
 
 def _count(number: int, noun: str) -> str:

@@ -16,7 +16,7 @@ from async_grpo.algorithms.find import find_algorithm
 from async_grpo.config.roles import REFERENCE
 from async_grpo.devices.bill import cached_tokens
 from async_grpo.planning.asked import Asked, Split, multiplied
-from async_grpo.planning.bills import engine_of
+from async_grpo.planning.bills import engine_of, turn_bytes
 from async_grpo.planning.rates import Lengths, Rates, slower
 from async_grpo.planning.service import Scenario, Scorers, mean, simulate
 
@@ -133,10 +133,12 @@ def scenario_of(work: Work, split: Split, *, max_staleness: int) -> tuple[Scenar
     scorers = [
         Scorers(
             rates=replace(scorer, cost_per_second=scorer.cost_per_second
+                          * asked.workers[number].scorer_ranks
                           * multiplied(asked.model) / multiplied(asked.worker_models[number])),
             num_workers=max(1, round(count / part)),
             role=asked.workers[number].role,
-            max_tokens=asked.workers[number].max_tokens_per_gpu,
+            max_tokens=asked.workers[number].scorer_ranks
+            * asked.workers[number].max_tokens_per_gpu,
         )
         for number, count in zip(asked.scorers, split.scorers, strict=True)
     ]  # fmt: skip
@@ -169,6 +171,8 @@ def scenario_of(work: Work, split: Split, *, max_staleness: int) -> tuple[Scenar
         prompt_tokens=work.lengths.prompt,
         max_staleness=max_staleness,
         contributing=work.contributing,
+        colocated=train.memory.colocated,
+        turn_s=turn_bytes(asked, split.ranks) / asked.fleet.kind.host_bytes_per_s,
         waits_for_step=train.batching.deterministic or find_algorithm(train).waits_for_step,
     )
     # More batches than are measured, so that generation goes on behind the last of these.

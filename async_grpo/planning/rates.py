@@ -205,9 +205,8 @@ def trainer_rates(model: ModelShape, kind: DeviceKind, layout: Layout) -> Traine
 def sync_rates(model: ModelShape, kind: DeviceKind, layout: Layout) -> SyncRates:
     """Seconds in which ranks move and pack their shares, nodes pass these on, engines load them."""
     size = (layout.published or model.num_parameters) * layout.engine_bytes
-    link = kind.network_bytes_per_s if layout.train_nodes > 1 else kind.link_bytes_per_s
     own = size / layout.num_ranks
-    gather_s = own / (link * NETWORK_SHARE) + own / (kind.host_bytes_per_s * PCIE_SHARE)
+    gather_s = own / (kind.host_bytes_per_s * PCIE_SHARE)
     hops = log2(1 + layout.engine_nodes) / log2(1 + BROADCAST_NODES)
     transfer_s = size * BROADCAST_S_PER_BYTE / BROADCAST_SPEED_UP * hops
     if not layout.by_store:

@@ -61,6 +61,8 @@ def search(
         return known[key]
 
     own, asked_bound = asked.own_split, asked.train.sampling.max_staleness
+    if asked.train.memory.colocated:
+        bounds = tuple(bound for bound in bounds if bound <= 1)
     if asked.on_cpu or asked.is_shared:
         curve = tuple(at(own, bound) for bound in sorted({*bounds, asked_bound}))
         best = next(each for each in curve if each.max_staleness == asked_bound)
@@ -135,7 +137,7 @@ def most_engines(asked: Asked) -> int:
         return 0
     # Fewer engines leave at least as much room, so a bisection finds the most.
     numbers = range(1, asked.fleet.num_devices // asked.engine_devices + 1)
-    roles = len(asked.scorers)
+    roles = (1,) * len(asked.scorers)
     return bisect_left(numbers, True, key=lambda n: not _ranks_beside(asked, n, roles, least))
 
 
@@ -144,8 +146,8 @@ def _split(work: Callable[[Split], Work], asked: Asked, engines: int) -> Split:
     roles, least = len(asked.scorers), fewest_ranks(asked)
 
     def split(each: int) -> Split:
-        ranks = _ranks_beside(asked, engines, each * roles, least)
-        return Split(engines, ranks, (each,) * roles)
+        scorers = (each,) * roles
+        return Split(engines, _ranks_beside(asked, engines, scorers, least), scorers)
 
     def is_enough(each: int) -> bool:
         generating, training, scoring = even_flow(work(split(each)), split(each))
@@ -153,7 +155,8 @@ def _split(work: Callable[[Split], Work], asked: Asked, engines: int) -> Split:
 
     if not roles:
         return split(1)
-    left = (asked.fleet.num_devices - engines * asked.engine_devices - least) // roles
+    left = asked.fleet.num_devices - engines * asked.engine_devices - least
+    left //= asked.scoring_devices((1,) * roles)
     most = bisect_left(range(1, left + 1), True, key=lambda each: not split(each).ranks)
     return split(min(most, 1 + bisect_left(range(1, most + 1), True, key=is_enough)))
 
@@ -167,16 +170,17 @@ def _worth_a_try(asked: Asked, most: int) -> tuple[int, int]:
     return min(max(1, several), most), most
 
 
-def _ranks_beside(asked: Asked, engines: int, scorers: int, least: int) -> int:
+def _ranks_beside(asked: Asked, engines: int, scorers: tuple[int, ...], least: int) -> int:
     """The most ranks that fit beside engines and scorers; 0: fewer than `least` do."""
-    most = asked.fleet.num_devices - engines * asked.engine_devices - scorers
-    tried = (Split(engines, ranks, (scorers,)) for ranks in range(most, least - 1, -1))
+    taken = engines * asked.engine_devices + asked.scoring_devices(scorers)
+    most = asked.fleet.num_devices - taken
+    tried = (Split(engines, ranks, scorers) for ranks in range(most, least - 1, -1))
     return next((split.ranks for split in tried if _is_held(asked, split)), 0)
 
 
 def _is_held(asked: Asked, split: Split) -> bool:
     """Whether the devices hold the whole split."""
-    others = sum(split.scorers) + asked.other_devices
+    others = asked.scoring_devices(split.scorers) + asked.other_devices
     beside = _engines_beside(asked, split.ranks, others)
     return beside >= split.engines and rank_fits(asked, split.ranks)
 
@@ -208,7 +212,9 @@ def _engines_beside(asked: Asked, ranks: int, others: int) -> int:
 def _even_flow(work: Callable[[Split], Work], asked: Asked, engines: int) -> tuple[float, ...]:
     split = Split(
         engines,
-        asked.fleet.num_devices - engines * asked.engine_devices - len(asked.scorers),
+        asked.fleet.num_devices
+        - engines * asked.engine_devices
+        - asked.scoring_devices((1,) * len(asked.scorers)),
         (1,) * len(asked.scorers),
     )
     return even_flow(work(split), split)[:2]

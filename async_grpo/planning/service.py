@@ -72,6 +72,8 @@ class Scenario:
     max_staleness: int = 0
     contributing: float = 1.0  # share of the questions whose samples are trained
     waits_for_step: bool = False  # training of a step starts when all its groups are finished
+    colocated: bool = False
+    turn_s: float = 0.0  # in which a device changes hands
     seed: int = 0
 
     @property
@@ -158,6 +160,9 @@ class _Worker:
         self.process = clock.Process()
         self.version = FIRST
 
+    async def sleep(self) -> None:
+        await asyncio.sleep(self.run.scenario.turn_s)
+
     async def ping(self, after_s: float) -> types.Pulse:
         # In a long run pings are fewer, and each costs as much as those that it replaces.
         times = max(1.0, _now() / LONG_S)
@@ -182,7 +187,7 @@ class _Generator(_Worker):
 
     async def load_weights(self, snapshot: types.WeightsSnapshot) -> types.WeightsAck:
         if snapshot.version != self.version:
-            load_s = self.run.scenario.sync.load_s
+            load_s = self.run.scenario.sync.load_s + self.run.scenario.turn_s
             self.engine.update(load_s)
             await asyncio.sleep(load_s)
         return await super().load_weights(snapshot)
@@ -363,6 +368,7 @@ def _plan_of(scenario: Scenario, rules: _Rules) -> BatcherPlan:
         samples_per_question=scenario.samples_per_question,
         max_tokens_per_gpu=scenario.trainer.max_tokens,
         max_staleness=scenario.max_staleness,
+        colocated=scenario.colocated,
         stall_timeout_s=FOREVER_S,
         dump_samples_filename="",
         teacher_for=",".join(f"{name}={name}" for name in teachers),

@@ -82,7 +82,9 @@ class Engine:
     """One vLLM engine with its processes."""
 
     def __init__(self, config: WorkerConfig) -> None:
-        self._llm = AsyncLLM.from_engine_args(engine_args(config), usage_context=USAGE)
+        self._config = config
+        self._has_ended = False  # on purpose, see `sleep`
+        self._llm = self._begun()
         lora, seats = self._llm.vllm_config.lora_config, self._llm.vllm_config.scheduler_config
         self.max_lora_rank: int = lora.max_lora_rank if lora else 0
         self.max_num_seqs: int = seats.max_num_seqs - (NUM_ROWS if lora else 0)
@@ -104,7 +106,40 @@ class Engine:
     @property
     def is_dead(self) -> bool:
         """Whether the engine's process has ended."""
-        return bool(self._llm.errored)
+        return not self._has_ended and bool(self._llm.errored)
+
+    def _begun(self) -> AsyncLLM:
+        return AsyncLLM.from_engine_args(engine_args(self._config), usage_context=USAGE)
+
+    async def sleep(self) -> None:
+        """Give back the memory of weights and caches; requests that run end as by `abort`.
+
+        On a device the weights go to the host (vLLM's level 1: its level 2 discards what it has
+        derived of them too, which no update brings back). On a CPU the engine's processes end.
+
+        Raises:
+            EngineBrokenError: the engine died, or does not answer.
+        """
+        await self.abort()
+        while self._running:  # noqa: ASYNC110 - the caller has a deadline
+            await asyncio.sleep(weights_update.POLL_INTERVAL_S)
+        if not current_platform.is_cpu():
+            sleeping = self._llm.sleep(level=1)
+            await self._transfer("sleep", sleeping, timeout_s=deadlines.ENGINE_SLEEPS_S)
+            return
+        self._has_ended = True
+        await asyncio.to_thread(self._llm.shutdown)
+
+    async def wake(self) -> bool:
+        """Undo `sleep`; return whether the weights are still there, or else the folder's are."""
+        if not current_platform.is_cpu():
+            waking = self._llm.wake_up()
+            await self._transfer("wake_up", waking, timeout_s=deadlines.ENGINE_SLEEPS_S)
+            return True
+        self._llm = await asyncio.to_thread(self._begun)
+        self._has_ended, self._is_capturing = False, not self._llm.model_config.is_moe
+        self._adapters = Adapters(self._llm) if self._adapters else None
+        return False
 
     def cpu_seconds(self) -> float:
         """CPU time of the engine's processes so far, which grows while they work."""
@@ -179,6 +214,7 @@ class Engine:
             WeightSyncError: refused or incomplete; the old weights serve on.
             EngineBrokenError: the loading itself failed.
         """
+        check_whole(snapshot.tensors, snapshot.buckets)
         await self.expect(snapshot)
         if self._adapters is not None:
             return await self._load_adapter(self._adapters, snapshot, fetch)
@@ -238,7 +274,6 @@ class Engine:
 
     async def expect(self, snapshot: WeightsSnapshot) -> None:
         """Raise `WeightSyncError` unless these are the model's parameters, or an adapter's."""
-        check_whole(snapshot.tensors, snapshot.buckets)
         if bool(snapshot.adapter) != (self._adapters is not None):
             raise WeightSyncError(
                 "an engine takes adapters, or weights of its model where it was started without "

@@ -83,6 +83,7 @@ def engine_args(config: WorkerConfig) -> AsyncEngineArgs:
     if on_cpu:
         _fit_to_cpu(args, config)
     else:
+        args.enable_sleep_mode = config.colocated
         args.enable_return_routed_experts = args.create_model_config().is_moe
         if share := config.memory_share or share_for_cache(
             config, device_bytes=current_platform.get_device_total_memory

@@ -84,6 +84,8 @@ class GenerationWorker:
         self._loading = asyncio.Lock()
         self._answering: asyncio.Task[Pulse] | None = None  # the engine's answer to a ping
         self._ack: WeightsAck | None = None  # for the version served
+        self._is_asleep = False
+        self._has_loaded = False  # weights that are not the folder's
 
     async def info(self) -> WorkerInfo:
         """Who this worker is; answers once its engine runs."""
@@ -102,6 +104,7 @@ class GenerationWorker:
             dtype=self._engine.dtype,
             max_lora_rank=self._engine.max_lora_rank,
             max_loras=self._config.max_loras if self._engine.max_lora_rank else 0,
+            sleeps=self._config.colocated,
             devices=await self._alive(self._engine.devices()),
             lease_s=self._config.worker_lease_s,
             startup=self._startup,
@@ -120,7 +123,9 @@ class GenerationWorker:
         return await self._pulse_of_engine()
 
     async def _pulse_of_engine(self) -> Pulse:
-        """The engine's answer, or this worker's while the engine loads weights and has none."""
+        """The engine's answer, or this worker's while the engine sleeps or loads weights."""
+        if self._is_asleep:
+            return Pulse(str(self._version or "none"))
         if self._answering is None or self._answering.done():
             self._answering = asyncio.create_task(
                 self._alive(self._engine.pulse()), name="pulse-of-engine"
@@ -162,6 +167,24 @@ class GenerationWorker:
         """
         return await self._serve(snapshot, lambda: self._engine.load(snapshot, self._fetch))
 
+    async def sleep(self) -> None:
+        """Give back what the engine holds of its devices, until the next weights wake it."""
+        async with self._loading:
+            if self._is_asleep:
+                return
+            self._is_asleep = True  # pings no longer ask the engine
+            if self._answering is not None:
+                await asyncio.wait({self._answering})
+            await self._alive(self._engine.sleep())
+
+    async def _wake(self) -> bool:
+        """Wake the engine if it sleeps; whether it has the weights that it served before."""
+        if not self._is_asleep:
+            return True
+        kept = await self._alive(self._engine.wake()) or not self._has_loaded
+        self._is_asleep = False
+        return kept
+
     async def open_route(self, init_info: dict[str, object], timeout_s: float) -> None:
         """Meet the trainer over NCCL.
 
@@ -200,10 +223,10 @@ class GenerationWorker:
     ) -> WeightsAck:
         started_at = time.monotonic()
         async with self._loading:
-            served, dtype = self._version, self._engine.dtype
-            if self._ack is not None and snapshot.version == served:
+            served, dtype, kept = self._version, self._engine.dtype, await self._wake()
+            if self._ack is not None and snapshot.version == served and kept:
                 return self._ack  # a device transport has sent these weights before
-            if served is not None and snapshot.version < served:
+            if served is not None and snapshot.version < served and kept:
                 return WeightsAck(self._worker_id, served, 0.0, 0.0, dtype=dtype)
             ack = WeightsAck(
                 self._worker_id, snapshot.version, 0.0, 0.0, dtype=dtype, transport=transport
@@ -213,10 +236,11 @@ class GenerationWorker:
                     f"weights of the folder must come before all others, {served} are served: "
                     "start another worker"
                 )
-            if snapshot.is_of_folder or (served is not None and snapshot.equals(served)):
+            if snapshot.is_of_folder or (kept and served is not None and snapshot.equals(served)):
                 await self._alive(self._engine.rename(snapshot.version))
             else:
                 ack = replace(ack, **asdict(await self._alive(load())))
+                self._has_loaded = True
                 if complaint := ack.canary_problem or canary_complaint(
                     snapshot.canary, ack.canary, dtype=dtype
                 ):

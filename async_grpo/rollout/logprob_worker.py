@@ -3,7 +3,8 @@
 consumes:     groups of outputs, each with the weights version that must score it; None: a teacher's
 produces:     one log-probability for each output token, at the sampling temperature; on request a
               teacher's payload for each output: its distribution at every token
-waits for:    the model to be idle; the outputs that have arrived by then share a forward
+waits for:    the model to be idle; the outputs that have arrived by then share a forward, each of
+              the worker's ranks (`scorer_ranks.py`) its part of them
 unblocked by: the end of a forward, or a new request while the model is idle
 """
 
@@ -14,8 +15,7 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import ray
@@ -36,11 +36,8 @@ from async_grpo.types import (
 )
 from async_grpo.util import deadlines
 from async_grpo.util.add_ons import add_on
-from async_grpo.util.errors import ConfigError, StaleAnswerError, WeightSyncError, WorkerError
+from async_grpo.util.errors import StaleAnswerError, WeightSyncError, WorkerError
 from async_grpo.util.imports import without_collection
-
-if TYPE_CHECKING:
-    import torch
 
 Scores = NDArray[np.float32]  # [L]
 Answer = tuple[Scores, Arrays]
@@ -91,23 +88,23 @@ class LogprobWorker:
         role: str = REFERENCE,
         dtype: str = "auto",
         temperature: float | None = None,
+        num_ranks: int = 1,
         on_device: bool = False,
         memory_share: float = 0.0,
         lease_s: float = deadlines.LEASE_S,
     ) -> None:
-        """`on_device`: Ray has given it one; `memory_share`: of its memory, 0: all."""
+        """`on_device`: Ray has given each rank one; `memory_share`: of its memory, 0: all."""
         # Not at the top: dispatchers import this file, and these imports take seconds.
         began = time.monotonic()
-        import torch
-
         with without_collection():
-            from async_grpo.devices.current import device_id
+            from async_grpo.devices.current import device_ids
             from async_grpo.model.model_folder import hash_model
-            from async_grpo.model.scorer import Scorer
+            from async_grpo.rollout.scorer_ranks import RankOptions, ScorerRanks
 
         imported = time.monotonic()
-        self._device = _device_of(worker_id, memory_share) if on_device else torch.device("cpu")
-        self._scorer = Scorer(model_path, device=self._device, dtype=dtype)
+        options = RankOptions(worker_id, model_path, dtype, num_ranks, on_device, memory_share)
+        self._ranks = ScorerRanks(options)
+        self._scorer = self._ranks.scorer
         ready = time.monotonic()
         startup = [("importing", imported - began), ("loading the model", ready - imported)]
         self._version = None if role_of(role).loads_weights else OWN_WEIGHTS
@@ -124,15 +121,15 @@ class LogprobWorker:
             model_path=model_path,
             vocab_size=facts.vocab_size,
             tokenizer_hash=facts.tokenizer_hash,
-            capacity=float(max_tokens),
-            overhead=0.0,
+            capacity=float(num_ranks * max_tokens),
             max_model_len=min(max_tokens, facts.max_positions),
             temperature=temperature,
             model_hash=model_hash,
             hidden_size=weight.shape[1],
+            num_ranks=num_ranks,
             item_size=weight.element_size(),
             dtype=str(weight.dtype).removeprefix("torch."),
-            devices=(device_id(),) if on_device else (),
+            devices=device_ids(num_ranks) if on_device else (),
             lease_s=lease_s,
             startup=tuple(startup),
         )
@@ -174,31 +171,34 @@ class LogprobWorker:
 
     async def head(self, request: HeadRequest) -> tuple[None, Arrays]:
         """The second return value: the head that makes logits of this teacher's hidden states."""
-        from async_grpo.rollout.teacher_payloads import to_array
+        from async_grpo.rollout.scorer_ranks import head
 
-        head = self._scorer.head
-        tensors = {"weight": head.weight, "bias": head.bias}
-        arrays = {n: to_array(t) for n, t in tensors.items() if t is not None}
-        factor, softcap = head.rescaling
-        return None, {**arrays, "rescaling": np.array([factor, softcap or 0.0])}
+        arguments = [()] * self._ranks.num_ranks
+        return None, (await asyncio.to_thread(self._ranks.run, head, arguments))[0]
 
-    @cached_property
-    def _express(self) -> Any:
-        return add_on("express.teacher")(
-            self._scorer, device=self._device, max_tokens=self._max_tokens
-        )
+    async def join_express(self, meeting: object, first: int) -> None:
+        """Return when the group has met, in which this worker's ranks are members `first` on.
 
-    async def join_express(self, meeting: object, rank: int) -> None:
-        """Return when the group has met; raises `ExpressLost`."""
-        await asyncio.to_thread(self._express.join, meeting, rank=rank)
-
-    async def serve_express(self, work: Any) -> None:
-        """Return when all ranks have the logits of a round; raises `ExpressLost`.
-
-        Requests with a lease are served meanwhile.
+        Raises `ExpressLost`.
         """
-        await asyncio.to_thread(self._express.serve, work)
-        self._num_tokens += work.num_tokens
+        from async_grpo.rollout.scorer_ranks import join_express
+
+        numbers = range(first, first + self._ranks.num_ranks)
+        arguments = [(self._max_tokens, meeting, number) for number in numbers]
+        await asyncio.to_thread(self._ranks.run, join_express, arguments)
+
+    async def serve_express(self, *work: Any) -> None:
+        """Return when all members have the logits of a round; raises `ExpressLost`.
+
+        `work`: of each rank. Requests with a lease are served meanwhile, by a worker of one rank.
+        """
+        from async_grpo.rollout.scorer_ranks import serve_express
+
+        forwards = add_on("express.teacher").num_forwards
+        most = max(forwards(each, max_tokens=self._max_tokens) for each in work)
+        arguments = [(self._max_tokens, each, most) for each in work]
+        await asyncio.to_thread(self._ranks.run, serve_express, arguments)
+        self._num_tokens += sum(each.num_tokens for each in work)
 
     async def _answers(self, request: LogprobRequest) -> list[Answer]:
         outputs = self._outputs(request)
@@ -217,8 +217,9 @@ class LogprobWorker:
         Raises:
             WeightSyncError: refused or incomplete; the old weights serve on.
         """
-        from async_grpo.rollout.weights_update import fetch_bytes
-        from async_grpo.weight_sync.buckets import unpack
+        from async_grpo.rollout.scorer_ranks import load
+        from async_grpo.rollout.weights_update import StagedWeights, fetch_bytes, fetch_into
+        from async_grpo.weight_sync.buckets import check_whole
 
         if not role_of(self._info.role).loads_weights:
             raise WeightSyncError(
@@ -232,17 +233,22 @@ class LogprobWorker:
             )
         started_at = time.monotonic()
         is_alias = self._version is not None and snapshot.equals(self._version)
-        buckets = () if is_alias else snapshot.buckets
-        data = [await fetch_bytes(bucket) for bucket in buckets]
-        async with self._model:
-            if self._version is None or snapshot.version > self._version:
-                if not is_alias:
-                    tensors = unpack(snapshot, data)
-                    is_partial = snapshot.rest_of_folder
-                    await asyncio.to_thread(self._scorer.load, tensors, rest_of_folder=is_partial)
-                self._version = snapshot.version
-            seconds = time.monotonic() - started_at
-            return WeightsAck(self._info.worker_id, self._version, seconds, 0.0)
+        staged = StagedWeights()  # in memory that all ranks map
+        try:
+            if not is_alias:
+                check_whole(snapshot.tensors, snapshot.buckets)
+                await fetch_into(staged, staged.begin(snapshot), fetch_bytes)
+            async with self._model:
+                if self._version is None or snapshot.version > self._version:
+                    if not is_alias:
+                        own = (staged.path, snapshot.tensors, snapshot.rest_of_folder)
+                        arguments = [own] * self._ranks.num_ranks
+                        await asyncio.to_thread(self._ranks.run, load, arguments)
+                    self._version = snapshot.version
+                seconds = time.monotonic() - started_at
+                return WeightsAck(self._info.worker_id, self._version, seconds, 0.0)
+        finally:
+            staged.drop()
 
     async def abort_all(self) -> None:
         """Drop waiting requests, when the caller is gone."""
@@ -253,13 +259,15 @@ class LogprobWorker:
     async def _serve(self) -> None:
         """Run forward passes until the queue is empty; a request starts this unless it runs."""
         async with self._model:
-            while taken := take_forward(self._line, max_tokens=self._max_tokens):
-                outputs = [output for output in taken if not output.scores.done()]
+            room = self._ranks.num_ranks * self._max_tokens
+            while taken := take_forward(self._line, max_tokens=room):
+                shares = self._shares([each for each in taken if not each.scores.done()])
+                outputs = [output for share in shares for output in share]
                 if not outputs:  # their callers are gone
                     continue
                 results: Sequence[Answer | Exception]
                 try:
-                    results = await asyncio.to_thread(self._score, outputs)
+                    results = await asyncio.to_thread(self._score, shares)
                     self._num_tokens += sum(output.num_tokens for output in outputs)
                 except StaleAnswerError as error:
                     results = [error] * len(outputs)
@@ -268,23 +276,31 @@ class LogprobWorker:
                 for output, result in zip(outputs, results, strict=True):
                     output.answer(result)
 
-    def _score(self, outputs: Sequence[_Output]) -> list[Answer]:
-        """One forward; compares the versions here, since weights may change while outputs wait."""
-        wanted = outputs[0].wanted
+    def _shares(self, outputs: Sequence[_Output]) -> list[list[_Output]]:
+        """The outputs of each rank; what has no room goes first next time."""
+        from async_grpo.rollout.scorer_ranks import deal
+
+        sizes = [output.num_tokens for output in outputs]
+        dealt = deal(sizes, self._ranks.num_ranks, max_tokens=self._max_tokens)
+        *shares, left = ([outputs[index] for index in part] for part in dealt)
+        self._line[:0] = left
+        return shares
+
+    def _score(self, shares: Sequence[Sequence[_Output]]) -> list[Answer]:
+        """One forward of each rank, and the answers of one share after the other.
+
+        Compares the versions here, since weights may change while outputs wait.
+        """
+        from async_grpo.rollout.scorer_ranks import score
+
+        wanted = next(share[0].wanted for share in shares if share)
         if wanted.version != self._version:
             raise StaleAnswerError(
                 f"{self._info.role} weights {wanted.version} were asked, {self._version} are served"
             )
-        pairs = [(output.prompt, output.token_ids) for output in outputs]
-        temperature, width = wanted.temperature, wanted.width
-        if wanted.payload is not None:
-            from async_grpo.rollout.teacher_payloads import teach
-
-            return teach(
-                self._scorer, pairs, temperature=temperature, payload=wanted.payload, width=width
-            )
-        scored = self._scorer.score(pairs, temperature=temperature, width=width)
-        return [(scores, {}) for scores in scored]
+        setting = wanted.temperature, wanted.width, wanted.payload
+        arguments = [([(o.prompt, o.token_ids) for o in share], *setting) for share in shares]
+        return [answer for part in self._ranks.run(score, arguments) for answer in part]
 
     def _outputs(self, request: LogprobRequest) -> list[_Output]:
         """The outputs of a request; raises `WorkerError` if this worker cannot serve it."""
@@ -313,20 +329,6 @@ class LogprobWorker:
         wanted = _Wanted(version, request.temperature, request.payload, vocab_size)
         new_future = asyncio.get_running_loop().create_future
         return [_Output(prompt, token_ids, wanted, new_future()) for prompt, token_ids in rows]
-
-
-def _device_of(worker_id: str, memory_share: float) -> torch.device:
-    """The device that Ray has given this process; raises `ConfigError` if torch sees none."""
-    import torch
-
-    if not torch.cuda.is_available():
-        raise ConfigError(
-            f"worker {worker_id} was given a device by Ray, and torch sees none: see what "
-            '`python -c "import torch; torch.cuda.init()"` says on its node'
-        )
-    if memory_share:
-        torch.cuda.set_per_process_memory_fraction(memory_share)
-    return torch.device("cuda")
 
 
 def take_forward(line: list[_Output], *, max_tokens: int) -> list[_Output]:

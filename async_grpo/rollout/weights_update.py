@@ -48,8 +48,9 @@ NUM_REMEMBERED = 64  # recent requests, whose median duration is used
 class StagedWeights:
     """The bytes of new weights in a file that the engine maps: all sent, or patched with a delta.
 
-    The file of weights that a delta may follow is kept, which costs a copy of the model in host
-    memory.
+    The file is kept, since new memory is slower to write, and on a device to copy from; it costs a
+    copy of the model in host memory. The engine reads it between `begin` and `end` alone; after a
+    failure, when a write may still be under way, another file takes its place.
     """
 
     def __init__(self) -> None:
@@ -60,9 +61,10 @@ class StagedWeights:
         """Start to stage a snapshot; returns what to fetch for each of its buckets."""
         self._patches = self._holds is not None and snapshot.delta_since == self._holds
         self._holds = None
-        if not self._patches:
+        size_bytes = laid_out_bytes(snapshot.tensors)
+        if self._file is None or self._file.size_bytes != size_bytes:
             self.drop()
-            self._file = SharedFile(laid_out_bytes(snapshot.tensors))
+            self._file = SharedFile(size_bytes)
         self._snapshot = snapshot
         return [(self._patches and bucket.delta) or bucket for bucket in snapshot.buckets]
 
@@ -98,14 +100,12 @@ class StagedWeights:
         return file
 
     def end(self) -> None:
-        """Called when the engine has loaded all staged weights."""
+        """Called when the engine has loaded all staged weights, and has no view of the file."""
         if self._snapshot.is_base:
             self._holds = self._snapshot.unchanged_since or self._snapshot.version
-        else:
-            self.drop()
 
     def drop(self) -> None:
-        """Close the file, for example if only a part of it is new."""
+        """Close the file, for example if only a part of it is new; the engine must too."""
         if self._file is not None:
             self._file.close()
         self._file, self._holds = None, None
@@ -118,6 +118,7 @@ class SharedFile:
     """
 
     def __init__(self, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
         self._descriptor = os.memfd_create("async-grpo-weights")
         # A thread may still write after its caller was cancelled: never into another file.
         self._lock = threading.Lock()

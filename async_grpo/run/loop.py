@@ -223,10 +223,10 @@ def _keep_result(data: Data, ranks: Ranks, exports: Exports, checkpoints: Checkp
     """
     if not data.is_stopped:
         exports.export()
-        data.finish()
     checkpoints.save_last()
     checkpoints.wait()
     if not data.is_stopped:
+        data.finish()
         ranks.on_main(lambda: exports.check_last(is_saved=checkpoints.is_complete))
         data.finish_evaluations()
         exports.finish_pushes()

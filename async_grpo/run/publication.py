@@ -13,7 +13,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -74,14 +73,11 @@ class Publication:
         self._references = ReferenceSchedule(config.sampling)
         self._has_reference = find_algorithm(config).needs_reference
         self._newest: WeightsSnapshot | None = None
-        self._collected: tuple[Collected, dict[str, Any]] | None = None  # since `_newest`
+        self._collected: tuple[Collected, WeightsSnapshot] | None = None  # since `_newest`
 
-    def collected(self, newest: Collected, **facts: Any) -> None:
-        """Take the newest weights, to be announced, and fields of their snapshot.
-
-        Of these `canary` has the trainer's scores of it.
-        """
-        self._collected = newest, facts
+    def collected(self, newest: Collected, outline: WeightsSnapshot) -> None:
+        """Take the newest weights, to be announced, and their snapshot without what is stored."""
+        self._collected = newest, outline
 
     def prove(self, client: RunClient, before: tuple[CanaryRow, ...]) -> None:
         """Have all generation workers serve the collected probe of an adapter; see `probing`.
@@ -105,15 +101,14 @@ class Publication:
             )
         logger.info("a probe shows that adapters arrive in %d workers", len(report.acks))
 
-    def send(self, client: RunClient, tensors: NamedTensors) -> None:
-        """Send the newest weights over devices, before their announcement; collective."""
-        assert self._collected is not None and self._sender is not None, "as configured"
-        self._sender.send(
-            client,
-            self._whole(*self._collected),
-            tensors,
-            timeout_s=deadlines.WEIGHTS_APPLIED_S / 2,  # the other half is for the object store
-        )
+    def send(self, client: RunClient, outline: WeightsSnapshot, tensors: NamedTensors) -> None:
+        """Send weights over devices, before they are stored and announced; collective.
+
+        `outline`: their snapshot, without buckets.
+        """
+        assert self._sender is not None, "as configured"
+        timeout_s = deadlines.WEIGHTS_APPLIED_S / 2  # the other half is for the object store
+        self._sender.send(client, outline, tensors, timeout_s=timeout_s)
 
     def announce(self, client: RunClient, num_batches: int) -> None:
         """Announce the newest weights as those after `num_batches` batches, in a thread."""
@@ -133,10 +128,12 @@ class Publication:
             due |= {REFERENCE: reference} if reference else {}
         return due
 
-    def _whole(self, newest: Collected, facts: dict[str, Any]) -> WeightsSnapshot:
-        snapshot = newest.wait()
-        assert snapshot is not None, "rank 0 gets the snapshot"
-        return replace(snapshot, **facts)
+    def _whole(self, newest: Collected, outline: WeightsSnapshot) -> WeightsSnapshot:
+        stored = newest.wait()
+        assert stored is not None, "rank 0 gets the snapshot"
+        return replace(
+            outline, buckets=stored.buckets, is_base=stored.is_base, delta_since=stored.delta_since
+        )
 
     def restore_first_reference(self, snapshot: WeightsSnapshot | None) -> None:
         """Take the run's first weights as the reference of a resumed run."""
@@ -165,7 +162,7 @@ class OthersPublication(Absent):
     published_as: tuple[int, torch.dtype, bool, torch.dtype]  # unset: rank 0 shares its value
     announcements = Absent()
 
-    def send(self, client: RunClient, tensors: NamedTensors) -> None:
+    def send(self, client: RunClient, outline: WeightsSnapshot, tensors: NamedTensors) -> None:
         for _ in tensors:
             pass
 

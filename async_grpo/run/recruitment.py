@@ -166,7 +166,9 @@ def _find(client: ControllerClient, role: str, demand: Demand, why: str) -> tupl
         workers = client.answer(deadlines.ANSWER_S, client.controller.members, role)
         for worker in workers:
             check_worker(worker, demand)
-        if workers:
+        theirs = {device for worker in workers for device in worker.devices}
+        waits = role == roles.GENERATION and demand.config.memory.colocated
+        if workers and not (waits and {*filter(None, demand.devices)} - theirs):
             return workers
         now = time.monotonic()
         if now - reminded > REMIND_INTERVAL_S:
@@ -188,6 +190,11 @@ def check_worker(worker: WorkerInfo, demand: Demand) -> None:
     if role.unit not in ("sequences", "tokens"):  # such workers read texts of any length
         return
     if worker.role == roles.GENERATION:
+        if config.memory.colocated and not worker.sleeps:
+            raise ConfigError(
+                f"--colocated needs generation workers that can sleep, {who} cannot: start it with "
+                "--colocated too"
+            )
         check_route(config.memory.weight_transport, worker, sender=demand.device)
         for found in demand.sets:
             _check_set(found, worker)
@@ -249,7 +256,7 @@ def _check_device(worker: WorkerInfo, demand: Demand) -> None:
 
     Ray keeps them apart only if it knows that the trainer uses the device.
     """
-    if demand.config.memory.gpus_per_rank < 1:
+    if demand.config.memory.gpus_per_rank < 1 or (demand.config.memory.colocated and worker.sleeps):
         return
     for rank, device in enumerate(demand.devices):
         if device and device in worker.devices:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from threading import Event
 
 import numpy as np
@@ -37,12 +38,12 @@ from async_grpo.training.fsdp import compute_dtype, iter_device_tensors, reshard
 from async_grpo.training.learner import Learner
 from async_grpo.training.ranks import Ranks
 from async_grpo.training.stream import Express, RankStream
-from async_grpo.types import CanaryRow, EndOfStep, StreamItem, WeightsVersion
+from async_grpo.types import CanaryRow, EndOfStep, StreamItem, WeightsSnapshot, WeightsVersion
 from async_grpo.util import deadlines
 from async_grpo.util.add_ons import add_on
-from async_grpo.util.errors import DataError, RunLost
-from async_grpo.weight_sync.gather import Shards
-from async_grpo.weight_sync.publisher import Collected, Collector
+from async_grpo.util.errors import DataError, RunLost, WeightSyncError
+from async_grpo.weight_sync.gather import Shards, is_finite
+from async_grpo.weight_sync.publisher import Collected, Collector, not_finite
 from async_grpo.weight_sync.routes import OBJECT_STORE
 
 CANARY_TEMPERATURE = 1.0  # vLLM scores prompts at this one only
@@ -73,6 +74,8 @@ class SampledData(Iterator[StreamItem]):
         self._collector: Collector | None = None
         self._collected: Collected | None = None  # the weights gathered last
         self._express = self._make_express()
+        # With --colocated: batches in the weights to announce, once the ranks leave the devices.
+        self._unannounced: int | None = None
 
     @property
     def is_stopped(self) -> bool:
@@ -82,6 +85,7 @@ class SampledData(Iterator[StreamItem]):
     def __next__(self) -> StreamItem:
         while True:
             stream = self._stream or self._open()
+            self._leave_devices()
             try:
                 item = next(stream)
             except RunLost as error:
@@ -89,9 +93,11 @@ class SampledData(Iterator[StreamItem]):
                 continue
             except StopIteration:  # all ranks leave, after the collectives of their threads
                 self._wait_collected()
+                self._take_devices()
                 raise
             finally:
                 self._main.report.stood_still("seconds_waiting", stream.take_seconds_waiting())
+            self._learner.unpark()  # the engines sleep, or the controller would send no item
             if isinstance(item, EndOfStep):
                 self._main.run.step_agreed(item)
             return item
@@ -127,20 +133,41 @@ class SampledData(Iterator[StreamItem]):
                 self._prove_delivery()
             self._num_updates = self._learner.step.clocks.steps
             self._gather(num_batches)
-            if self._config.memory.weight_transport != OBJECT_STORE and not self._alone:
-                self._wait_collected()  # all ranks continue, or none
-                device = self._learner.device
-                tensors = iter_device_tensors(self._tensors(), self._dtype, device=device)
-                weights.send(self._main.client, tensors)
         self._main.report.published(num_batches, evaluates=evaluates)
         # The controller begins the evaluations of these weights.
-        weights.announce(self._main.client, num_batches)
+        if self._config.memory.colocated:  # the ranks may yet save and export
+            self._unannounced = num_batches
+        else:
+            weights.announce(self._main.client, num_batches)
         return time.monotonic() - started
 
     def finish(self) -> None:
         """Return when the last weights are served."""
         self._wait_collected()
+        self._leave_devices()
         self._main.weights.announcements.wait()
+
+    def _leave_devices(self) -> None:
+        """With --colocated, leave the devices to the engines, and announce weights; collective."""
+        if self._unannounced is None:
+            return
+        self._wait_collected()
+        self._park()
+        self._main.weights.announce(self._main.client, self._unannounced)
+        self._unannounced = None
+
+    def _park(self) -> None:
+        self._learner.park()
+        self._ranks.agree(0)  # all have parked
+
+    def _take_devices(self) -> None:
+        """Take the devices from engines that have them, whatever these do; collective."""
+        if self._learner.parked is None:
+            return
+        client = self._ranks.share(lambda: self._main.client)
+        rest = client.controller.rest
+        self._ranks.on_main(lambda: client.answer(deadlines.DEVICES_TAKEN_S, rest, client.run))
+        self._learner.unpark()
 
     def finish_evaluations(self) -> None:
         """Return when the last evaluation has ended or makes no progress; collective."""
@@ -158,8 +185,8 @@ class SampledData(Iterator[StreamItem]):
         if self._collected is not None:
             self._collected.wait()
 
-    def _collect(self, num_batches: int) -> Collected:
-        """Gather the policy's current weights; collective."""
+    def _prepared(self) -> Collector:
+        """What collects weights; the first call is collective."""
         if self._collector is None:
             self._incarnation, self._dtype, self._alone, self._served = self._ranks.share(
                 lambda: self._main.weights.published_as
@@ -172,27 +199,52 @@ class SampledData(Iterator[StreamItem]):
                 with_deltas=self._config.memory.weight_delta,
                 rest_of_folder=self._learner.policy.adapter is not None and not self._alone,
             )
-        version = WeightsVersion(self._incarnation, num_batches)
-        return self._collector.collect(FlatShards(self._tensors()), version=version)
+        return self._collector
 
-    def _gather(self, num_batches: int) -> tuple[CanaryRow, ...]:
+    def _collect(self, num_batches: int) -> Collected:
+        """Collect the policy's current weights; collective."""
+        collector = self._prepared()
+        version = WeightsVersion(self._incarnation, num_batches)
+        return collector.collect(FlatShards(self._tensors()), version=version)
+
+    def _send(self, outline: WeightsSnapshot) -> None:
+        """Send weights from rank 0's device, if that is asked for, before they are stored.
+
+        Collective. Raises `WeightSyncError` on all ranks if they are not finite anywhere.
+        """
+        by_store = self._config.memory.weight_transport == OBJECT_STORE or self._alone
+        if by_store or outline.version.batches < 0:
+            return
+        metas = zip(outline.tensors, FlatShards(self._tensors()), strict=True)
+        on_device = ((meta.name, own.to(self._learner.device)) for meta, own in metas)
+        infinite = (name for name, own in on_device if not is_finite(own.to(self._dtype)))
+        if found := next(filter(None, self._ranks.gather(next(infinite, ""))), ""):
+            raise WeightSyncError(not_finite(found, outline.version))
+        tensors = iter_device_tensors(self._tensors(), self._dtype, device=self._learner.device)
+        self._main.weights.send(self._main.client, outline, tensors)
+
+    def _gather(self, num_batches: int) -> None:
         """Gather the current weights and what shows that they arrive; collective."""
         weights, policy = self._main.weights, self._learner.policy
-        canary = score_canary(self._learner, weights.canary)
-        self._collected, facts = self._collect(num_batches), {}
+        collector = self._prepared()
+        outline = collector.outline(WeightsVersion(self._incarnation, num_batches))
+        outline = replace(outline, canary=score_canary(self._learner, weights.canary))
+        reshard(policy)  # the canary's forward leaves the root whole
         if policy.adapter:
             own = samples(
                 policy, alone=self._alone, dtype=self._dtype, served=self._served,
                 seed=num_batches, num_ranks=self._ranks.world_size,
             )  # fmt: skip
             found, lost, total = zip(*self._ranks.gather(own), strict=True)
-            facts = {
-                "samples": tuple(sample for of_rank in found for sample in of_rank),
-                "merge_loss": math.sqrt(sum(lost) / sum(total)) if sum(total) else None,
-                "adapter": adapter_text(policy) if self._alone else "",
-            }
-        weights.collected(self._collected, canary=canary, **facts)
-        return canary
+            outline = replace(
+                outline,
+                samples=tuple(sample for of_rank in found for sample in of_rank),
+                merge_loss=math.sqrt(sum(lost) / sum(total)) if sum(total) else None,
+                adapter=adapter_text(policy) if self._alone else "",
+            )
+        self._send(outline)
+        self._collected = self._collect(num_batches)
+        weights.collected(self._collected, outline)
 
     def _prove_delivery(self) -> None:
         """Show, before weights are published, that workers compute with what they are sent.
@@ -204,7 +256,10 @@ class SampledData(Iterator[StreamItem]):
             self._gather(-1)  # before all versions of the run
             self._wait_collected()
         client = self._ranks.share(lambda: self._main.client)
+        if self._config.memory.colocated:
+            self._park()
         self._ranks.on_main(lambda: self._main.weights.prove(client, before))
+        self._take_devices()
 
     def _tensors(self) -> dict[str, Served]:
         """What workers are sent of the current policy; collective."""
@@ -252,6 +307,8 @@ class SampledData(Iterator[StreamItem]):
     def _recover(self, stream: RankStream, reason: str) -> None:
         """Recover the run, which all ranks have lost before the same item."""
         self._learner.discard()
+        if self._config.memory.colocated:  # the engines wake when the weights are announced again
+            self._park()
         self._ranks.on_main(lambda: self._main.recover(stream.client, reason))
         self._stream = None
 

@@ -32,7 +32,7 @@ def as_billed(
         chunk_tokens=memory.chunk_size(tokens),
         compute_bytes=number_bytes,
         keeps_gathered=memory.fsdp_sharding_strategy == "SHARD_GRAD_OP",
-        checkpointing=memory.activation_checkpointing == "on",
+        checkpointing=int(memory.activation_checkpointing == "on"),
         defers=memory.defer_gradient_sync,
         keeps_old_policy=algorithm.uses_old_policy,
         keeps_first_policy=algorithm.config.trainer_scores_reference,

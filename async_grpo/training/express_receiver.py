@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import ray
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from async_grpo.algorithms.express import ExpressGroup, Meeting, keep_in, open_meeting
 from async_grpo.algorithms.express_plan import Reading, Send, plan_round
 from async_grpo.config.roles import TEACHER
+from async_grpo.model.scorer import CHUNK_SIZE
 from async_grpo.training.ranks import Ranks
 from async_grpo.types import Minibatch, Sample
 from async_grpo.util import deadlines
@@ -52,9 +52,9 @@ class ExpressReceiver:
         cluster: Cluster,
         workers: Callable[[], Sequence[tuple[WorkerInfo, WorkerHandle]]],
     ) -> None:
-        """`teachers`: sizes of their data and tensor axes. `width`: of the policy's vocabulary.
-        `temperature`: at which tokens are sampled. Rank 0 calls `workers` for those that serve the
-        teacher now.
+        """`teachers`: sizes of their data and tensor axes; ranks that share a model by FSDP2 lie
+        on the data axis. `width`: of the policy's vocabulary. `temperature`: at which tokens are
+        sampled. Rank 0 calls `workers` for those that serve the teacher now.
         """
         self._ranks = ranks
         self._teachers = teachers
@@ -66,12 +66,12 @@ class ExpressReceiver:
         self._group: ExpressGroup | None = None
         # On rank 0: the store of the group, its teachers' workers, and the calls of these.
         self._store: torch.distributed.Store | None = None
-        self._members: Sequence[WorkerHandle] = ()
+        self._members: Sequence[tuple[WorkerHandle, range]] = ()  # with its ranks in the group
         self._calls: list[Awaitable[None]] = []
 
     @property
     def num_teachers(self) -> int:
-        """The number of workers in a group."""
+        """The number of teacher ranks in a group."""
         return math.prod(self._teachers)
 
     def fill(self, item: Minibatch) -> Minibatch | None:
@@ -87,8 +87,10 @@ class ExpressReceiver:
         num_rows = sum(len(reading.trained) for reading in own)
         dtype = self._group.dtype
         cells = torch.empty(num_rows, self._width, dtype=dtype, device=self._ranks.device)
-        pairs = zip(self._members, rounds, strict=False)  # only rank 0 has members
-        self._calls = [worker.serve_express.remote(work) for worker, work in pairs]
+        self._calls = [  # only rank 0 has members
+            worker.serve_express.remote(*(rounds[number] for number in own_ranks))
+            for worker, own_ranks in self._members
+        ]
         try:
             self._group.exchange(
                 rounds[0].sends(dtype.itemsize), give=_nothing, take=keep_in(cells)
@@ -115,8 +117,10 @@ class ExpressReceiver:
         invitation = self._ranks.share(self._invite)
         if invitation is None:
             return
-        meeting, width = invitation
+        meeting, width, is_sharded = invitation
         self._width = min(self._width, width)
+        if is_sharded:
+            self._teachers = self.num_teachers, 1
         rank = self.num_teachers + self._ranks.rank
         try:
             self._group = ExpressGroup(meeting, rank=rank, device=self._ranks.device)
@@ -127,33 +131,37 @@ class ExpressReceiver:
         if self._ranks.agree(int(self._group is None or bool(refused))):
             self.close()
 
-    def _invite(self) -> tuple[Meeting, int] | None:
-        """Called on rank 0: ask teachers to join, and return their meeting and vocabulary's width.
+    def _invite(self) -> tuple[Meeting, int, bool] | None:
+        """Called on rank 0: ask teachers to join.
 
-        None: there are too few teachers.
+        Returns their meeting, their vocabulary's width, and whether any of them is sharded. None:
+        there are too few teachers.
         """
         try:
             workers = self._workers()
         except (ProcessLostError, ClusterError):  # the stream will raise it
             return None
-        if len(workers) < self.num_teachers:
+        members: list[tuple[WorkerHandle, range]] = []
+        here = 0
+        for info, handle in workers:
+            if here + info.num_ranks <= self.num_teachers:
+                members.append((handle, range(here, here + info.num_ranks)))
+                here += info.num_ranks
+        if here < self.num_teachers:
             logger.warning(
-                "express needs %d teachers, %d are here: logits go by the object store",
-                self.num_teachers, len(workers),
+                "express needs %d teacher ranks, %d are here: logits go by the object store",
+                self.num_teachers, here,
             )  # fmt: skip
             return None
+        self._members = members
         info, _ = workers[0]  # all workers of a teacher serve the same model
-        self._members = [handle for _, handle in workers[: self.num_teachers]]
         meeting, self._store = open_meeting(
             ray.util.get_node_ip_address(),
             num_members=self.num_teachers + self._ranks.world_size,
             dtype=torch.bfloat16 if info.item_size == 2 else torch.float32,
         )
-        self._calls = [
-            worker.join_express.remote(meeting, number)
-            for number, worker in enumerate(self._members)
-        ]
-        return meeting, info.vocab_size
+        self._calls = [worker.join_express.remote(meeting, own.start) for worker, own in members]
+        return meeting, info.vocab_size, len(members) < here
 
     def _lose(self, error: ExpressLost) -> None:
         """Leave the group; log the error and, on rank 0, errors of teachers that explain it."""
@@ -180,23 +188,20 @@ def _with_logits(
     item: Minibatch, readings: Sequence[Reading], cells: Tensor, *, temperature: float
 ) -> Minibatch:
     """The minibatch with the logits `cells` [N, V] of all its trained tokens and, computed of
-    these, their log-probabilities at `temperature`. Other tokens have zeros."""
+    these, their log-probabilities at `temperature`; other tokens have zeros of these."""
     samples = []
     by_sample = cells.split([len(reading.trained) for reading in readings])
     for sample, reading, rows in zip(item.samples, readings, by_sample, strict=True):
         ids = torch.from_numpy(reading.output[reading.trained].astype(np.int64)).to(cells.device)
-        logprobs = torch.log_softmax(rows.float() / temperature, dim=-1)
-        labels = logprobs.gather(-1, ids[:, None]).squeeze(-1)
-        scores = {LOGITS: _spread(rows, reading), TEACHER: _spread(labels, reading)}
-        samples.append(replace(sample, scores={**sample.scores, **scores}))
-    return replace(item, samples=tuple(samples))
-
-
-def _spread(values: Tensor, reading: Reading) -> NDArray[np.float32]:
-    """Values [L, ...] of all output tokens: `values` [N, ...] of the trained ones, and zeros."""
-    spread = np.zeros((len(reading.output), *values.shape[1:]), np.float32)
-    spread[reading.trained] = values.float().cpu().numpy()
-    return spread
+        chunks = zip(rows.split(CHUNK_SIZE), ids.split(CHUNK_SIZE), strict=True)
+        labels = [
+            torch.log_softmax(own.float() / temperature, dim=-1).gather(-1, chosen[:, None])[:, 0]
+            for own, chosen in chunks
+        ]
+        scores = np.zeros(len(reading.output), np.float32)
+        scores[reading.trained] = torch.cat(labels).cpu().numpy()
+        samples.append(replace(sample, scores={**sample.scores, TEACHER: scores}))
+    return replace(item, samples=tuple(samples), dense={LOGITS: cells})
 
 
 def _nothing(send: Send) -> Tensor:

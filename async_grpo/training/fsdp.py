@@ -29,10 +29,10 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
+from async_grpo.model.packed_linear import library
 from async_grpo.model.policy import PolicyModel, trained_parameters
 from async_grpo.model.served import Served, adapter_alone, served
 from async_grpo.model.weight_files import local_part, own_rows
-from async_grpo.util.errors import ConfigError
 
 
 def compute_dtype(mixed_precision: str, device: torch.device) -> torch.dtype:
@@ -50,7 +50,7 @@ def shard(
     mixed_precision: str = "no",
     keep_gathered: bool = False,
     offload: bool = False,
-    activation_checkpointing: bool = False,
+    activation_checkpointing: int = 0,
     compile: bool = False,
 ) -> PolicyModel:
     """Shard `policy` in place over a mesh: each layer and its experts, the rest with the root.
@@ -58,11 +58,13 @@ def shard(
     Master weights keep their type (float32); gradients are *summed* over all ranks of the mesh, in
     float32. The mesh may have one rank, or one in its last dimension: then each rank holds all, and
     what FSDP gathers is a copy. Names of parameters do not change. `keep_gathered`: a layer's
-    weights stay whole from its forward to its backward pass. `offload`: shards and their
+    weights stay whole from its forward to its backward pass. `activation_checkpointing`: one layer
+    in so many, 0: none. `offload`: shards and their
     gradients lie in the host's memory. `compile`: the layers, and what is computed of logits.
     """
     if activation_checkpointing:
-        policy.model.gradient_checkpointing_enable({"use_reentrant": False})
+        some = {"every_n_layers": activation_checkpointing} if activation_checkpointing > 1 else {}
+        policy.model.gradient_checkpointing_enable({"use_reentrant": False}, **some)
     policy.compile_logprobs = compile
     precision = MixedPrecisionPolicy()
     dtype = compute_dtype(mixed_precision, torch.device(mesh.device_type))
@@ -279,13 +281,7 @@ class LibraryAdamW(TwinAdamW):
     def __init__(
         self, groups: Iterable[dict[str, Any]], *, kind: str, fused: bool, **options: Any
     ) -> None:
-        try:
-            from bitsandbytes import optim  # seconds
-        except ImportError as error:
-            raise ConfigError(
-                f"--optim {kind} needs bitsandbytes, which cannot be imported ({error}): "
-                "pip install bitsandbytes, or use adamw"
-            ) from error
+        optim = library().optim
         make = {
             "adamw_8bit": optim.AdamW8bit, "paged_adamw": optim.PagedAdamW32bit,
             "paged_adamw_8bit": optim.PagedAdamW8bit,
@@ -355,3 +351,36 @@ def as_shard(held: Tensor, tensor: Tensor) -> Tensor:
         shape=tensor.shape,
         stride=tensor.stride(),
     )
+
+
+class Parked:
+    """Tensors in the host's memory, which free their device until they return.
+
+    Their storages are emptied in place, so that whoever holds the tensors (FSDP its shards, an
+    optimizer its moments) has them again without being told.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        """Take all `tensors`, which nobody may read meanwhile."""
+        storages = {s.data_ptr(): s for s in (each.untyped_storage() for each in tensors)}
+        self._held = [(s, self._copy(s)) for s in storages.values() if s.nbytes()]
+        for storage, _ in self._held:
+            storage.resize_(0)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def restore(self) -> None:
+        """Bring the tensors back, bit for bit."""
+        for storage, copied in self._held:
+            storage.resize_(copied.numel())
+            _bytes_of(storage).copy_(copied)
+
+    @staticmethod
+    def _copy(storage: torch.UntypedStorage) -> Tensor:
+        pinned = storage.device.type == "cuda"
+        copied = torch.empty(storage.nbytes(), dtype=torch.uint8, device="cpu", pin_memory=pinned)
+        return copied.copy_(_bytes_of(storage))
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

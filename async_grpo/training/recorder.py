@@ -15,6 +15,7 @@ import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -71,13 +72,14 @@ class Recorder:
     def keep(self, minibatch: Minibatch, packed: PackedMinibatch) -> None:
         """Add a minibatch that was just back-propagated; `packed` is its form for the model."""
         small, left_out = without_too_large(minibatch)
+        needs_digest = self._needs_digests and not self._step.offloads
         trained = log.Trained(
             small,
             left_out,
             num_tokens=packed.target_ids.numel(),
             weight=packed.weights.double().sum(),
             loss=self._step.losses[-1],
-            gradients=log.bit_sums(local_gradients(self._policy) if self._needs_digests else ()),
+            gradients=log.bit_sums(local_gradients(self._policy) if needs_digest else ()),
             terms=self._step.terms[-1] if self._step.keeps_terms else None,
         )
         self._kept.append(trained)
@@ -92,6 +94,9 @@ class Recorder:
         `by_tokens`: D counts tokens, not samples. Raises `AuditError` on every rank when one of
         them has trained anything else, or when D counts less than was trained.
         """
+        if self._needs_digests and self._step.offloads and self._kept:  # a core reads them all
+            gradients = log.bit_sums(local_gradients(self._policy))
+            self._kept[-1] = replace(self._kept[-1], gradients=gradients)
         keys = [part.key for each in self._kept for part in each.minibatch.parts()]
         digest = digest_of(keys, incarnation=end.incarnation)
         weight = sum(float(each.weight) for each in self._kept)

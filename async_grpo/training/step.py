@@ -26,6 +26,7 @@ from async_grpo.config.training_options import MemoryOptions, OptimizerOptions
 from async_grpo.model.collate import collate, to_device
 from async_grpo.model.experts import load_metrics, shares_of
 from async_grpo.model.policy import PolicyModel
+from async_grpo.model.weight_files import local_part
 from async_grpo.training import fsdp
 from async_grpo.training.meters import Timers, peak_memory
 from async_grpo.training.schedule import Clocks, learning_rate_after
@@ -108,6 +109,7 @@ class GradientStep:
         self._policy = policy
         self._batching = batching
         self._defers = memory.defer_gradient_sync
+        self.offloads = memory.offload == "parameters"
         self._algorithm = algorithm
         self.head_terms = algorithm.terms  # the teachers' terms are added once they are known
         self._batch_start = BatchStart(policy) if algorithm.uses_old_policy else None
@@ -211,6 +213,16 @@ class GradientStep:
         """(samples, tokens) that this rank has trained in the current step so far."""
         counts = self._counts  # reading must not add metrics: without minibatches there are none
         return int(counts.get("trained_samples", 0)), int(counts.get("trained_tokens", 0))
+
+    @property
+    def held(self) -> Iterable[Tensor]:
+        """All that stays on the device between two steps, the policy's frozen weights included."""
+        for parameter in self._policy.parameters():
+            yield local_part(parameter.detach())
+        for state in self.optimizer.state.values():
+            yield from map(local_part, filter(torch.is_tensor, state.values()))
+        for earlier in filter(None, (self._batch_start, self._first_policy)):
+            yield from earlier.kept
 
     def count(self, **amounts: int) -> None:
         """Add to sums of the step's metrics."""
@@ -372,14 +384,14 @@ class EarlierPolicy:
 
     def __init__(self, policy: PolicyModel) -> None:
         self._policy = policy
-        self._weights: list[Tensor] = []
+        self.kept: list[Tensor] = []
 
     def keep(self) -> None:
         """Take the current weights, in place of those kept before."""
         shards = fsdp.local_shards(self._policy)
-        if not self._weights:
-            self._weights = [torch.empty_like(shard) for shard in shards]
-        torch._foreach_copy_(self._weights, shards)
+        if not self.kept:
+            self.kept = [torch.empty_like(shard) for shard in shards]
+        torch._foreach_copy_(self.kept, shards)
 
     @torch.no_grad()
     def logprobs(self, packed: PackedMinibatch, *, temperature: float, chunk_size: int) -> Tensor:
@@ -393,7 +405,7 @@ class EarlierPolicy:
 
     def _exchange(self) -> None:
         """Swap the policy's weights and the kept ones, in place: FSDP gathers from its tensors."""
-        for shard, kept in zip(fsdp.local_shards(self._policy), self._weights, strict=True):
+        for shard, kept in zip(fsdp.local_shards(self._policy), self.kept, strict=True):
             current = shard.clone()
             shard.copy_(kept)
             kept.copy_(current)

@@ -15,16 +15,20 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 from threading import Event
 from typing import Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.functional import pad
 
 from async_grpo.cluster.handles import WHO, RunClient
 from async_grpo.config.roles import TEACHER
+from async_grpo.training.minibatch_codec import TOO_LARGE
 from async_grpo.types import (
     Arrays,
     EndOfStep,
@@ -223,25 +227,26 @@ def with_payloads(
 ) -> Minibatch:
     """The minibatch whose samples have the arrays `found`, one set each, among their scores.
 
-    Hidden states and logits of narrower teachers are padded with zeros, which no divergence reads.
+    Hidden states and logits are its `dense` ones.
     """
-    widths = [
-        (n, array.shape[1]) for arrays in found for n, array in arrays.items() if array.ndim > 1
-    ]
-    widest = dict(sorted(widths))  # the last of a name stays
+    large = [name for name in TOO_LARGE if found and _own(name) in found[0]]
     samples = [
-        replace(
-            sample, tickets=(), scores={**sample.scores, **_scores(sample, own, widest, teachers)}
-        )
+        replace(sample, tickets=(), scores={**sample.scores, **_scores(sample, own, teachers)})
         for sample, own in zip(item.samples, found, strict=True)
     ]
-    return replace(item, samples=tuple(samples))
+    dense = {name: _dense(samples, [arrays[_own(name)] for arrays in found]) for name in large}
+    return replace(item, samples=tuple(samples), dense=dense)
+
+
+def _own(name: str) -> str:
+    return name.removeprefix(f"{TEACHER}.")
 
 
 def _scores(
-    sample: Sample, arrays: Arrays, widest: Mapping[str, int], teachers: Sequence[str]
+    sample: Sample, arrays: Arrays, teachers: Sequence[str]
 ) -> dict[str, NDArray[np.generic]]:
-    scores = {f"{TEACHER}.{name}": _filled(a, widest.get(name)) for name, a in arrays.items()}
+    named = {f"{TEACHER}.{name}": array for name, array in arrays.items()}
+    scores = {name: array for name, array in named.items() if name not in TOO_LARGE}
     if len(teachers) > 1:
         (row,) = sample.episode.rows
         number = teachers.index(sample.tickets[0].teacher)
@@ -249,13 +254,18 @@ def _scores(
     return scores
 
 
-def _filled(array: NDArray[np.generic], width: int | None) -> NDArray[np.generic]:
-    """[L], or [L, width] padded with zeros; uint16 holds the bits of bfloat16, made float32."""
-    if array.dtype == np.uint16:
-        array = (array.astype(np.uint32) << 16).view(np.float32)
-    if width is None or array.shape[1] == width:
-        return array
-    return np.pad(array, ((0, 0), (0, width - array.shape[1])))
+def _dense(samples: Sequence[Sample], arrays: Sequence[NDArray[np.generic]]) -> Tensor:
+    """[N, K] out of [L, K] for each sample; uint16 holds the bits of bfloat16.
+
+    Those of narrower teachers are padded with zeros, which no divergence reads.
+    """
+    widest, parts = max(array.shape[1] for array in arrays), []
+    for sample, array in zip(samples, arrays, strict=True):
+        (row,) = sample.episode.rows
+        rows = torch.from_numpy(array[np.flatnonzero(row.loss_mask)])
+        rows = rows.view(torch.bfloat16) if array.dtype == np.uint16 else rows
+        parts.append(pad(rows, (0, widest - rows.shape[1])))
+    return torch.cat(parts)
 
 
 class Standstill:

@@ -33,6 +33,9 @@ class Minibatch(Parcel):
 
     round_index: int
     samples: tuple[Sample, ...]
+    # A teacher's hidden states or logits, {name of the score: [N, K]} of the trained tokens in the
+    # order of packing, as they came: too large to be copied. They never leave the rank.
+    dense: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def parts(self) -> list[Sample]:
         """The rows as one sample each, in the order of packing."""

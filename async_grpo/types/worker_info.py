@@ -30,11 +30,13 @@ class WorkerInfo:
     temperature: float | None = None  # None: that of each request
     model_hash: str = ""  # of a teacher's model or a service's file, which never change
     hidden_size: int = 0  # of a teacher's model
+    num_ranks: int = 1  # that share its model, and are members of express groups
     item_size: int = 0  # bytes of one of a teacher's weights
     dtype: str = ""  # of weights that follow the policy; empty: it has none
     devices: tuple[str, ...] = ()  # identities of its NVIDIA devices; empty on a CPU
     max_lora_rank: int = 0  # of adapters that it serves; 0: it takes weights of the model
     max_loras: int = 0  # adapters that it serves at a time
+    sleeps: bool = False  # it can give its devices to the trainer now and then
     lease_s: float = LEASE_S  # it counts as lost when silent for so long
     startup: tuple[tuple[str, float], ...] = ()  # (phase, seconds) before it was ready
     rewards: Rewards | None = None  # of a verifier pool

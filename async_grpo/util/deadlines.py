@@ -65,11 +65,15 @@ BUCKET_STAGED_S = 120.0  # verifying one bucket, with a step of generation befor
 BUCKET_FETCH_S = 300.0  # a bucket out of another machine's object store
 CANARY_S = 60.0  # the engine's log-probabilities of a few fixed tokens
 WEIGHTS_APPLIED_S = 300.0  # the pause of an engine that takes new weights
+ENGINE_SLEEPS_S = 80.0  # its weights on the way to the host's memory, or back
+ENGINE_ASLEEP_S = 90.0  # of a worker that gives its devices to the trainer, or is fenced
+DEVICES_TAKEN_S = 100.0  # by ranks, of engines that may be at work
 LATE_LOADS_S = 30.0  # of workers that still load when others serve the new weights
 FIRST_LOAD_S = 600.0  # of a worker that registers
 PUBLISH_SLACK_S = 30.0  # after its deadline a publication is reported to the caller
 
-# Teachers.
+# References and teachers.
+SCORER_RANKS_S = 600.0  # of ranks that share a model: their start, and the longest forward of one
 PAYLOADS_FETCHED_S = 120.0  # by a rank, out of other machines' object stores
 
 # Verifiers.

@@ -75,6 +75,7 @@ class LossCause(StrEnum):
     SILENT = "silent"  # the worker has not answered its pings
     STALLED = "stalled"  # no token came for the lease, while its worker made some for others
     UPDATE = "update"  # the worker could not load new weights
+    SLEEP = "sleep"  # the worker has not given its devices to the trainer
     LEFT = "left"  # the worker was taken out of its registry
     RUN_ENDED = "run ended"  # or was begun again
     OWNER = "owner lost"  # the lease under which the work was asked for

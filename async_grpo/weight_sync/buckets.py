@@ -20,7 +20,7 @@ from async_grpo.util.errors import WeightSyncError
 
 ALIGNMENT_BYTES = 64  # every tensor can be viewed in place as any dtype
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-BUCKET_BYTES = 256 << 20
+BUCKET_BYTES = 64 << 20
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 Put = Callable[[NDArray[np.uint8]], Awaitable[NDArray[np.uint8]]]
 

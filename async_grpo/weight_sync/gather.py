@@ -1,16 +1,14 @@
-"""Gathers each bucket of the weights on the rank that owns it, in a few buffers that are reused.
+"""Copies each rank's rows of the weights into its buckets, in a few buffers that are reused.
 
 The trainer's ranks hold each parameter by rows, `ceil(rows / ranks)` each, the last ones fewer or
-none. A bucket takes the same share of every rank's rows, so that in a round of as many buckets as
-there are ranks every rank sends and receives as much as any other:
+none. A rank's buckets hold its own rows, so that no weights travel between ranks:
 
     rows of p   0 1 2 | 3 4 5 | 6 7     three ranks hold 3, 3 and 2
-    bucket 0    0       3       6       and each sends its part of a bucket to the bucket's owner:
-    bucket 1      1       4       7     rank 0, 1, 2, 0, ...
-    bucket 2        2       5
+    buckets 0, 1, 2   0 1  3 4  6 7     the first of each rank
+    buckets 3, 4, 5   2    5            the second of each, where it has as much
 
-One round is one `all_to_all_single` in which every rank receives the bucket that it owns. No rank
-ever holds more of the whole weights than a few buckets.
+Buckets of the same round hold about the same parameters: who reads them in order soon has each
+parameter whole. No process ever holds more of the whole weights than a few buckets.
 """
 
 from __future__ import annotations
@@ -25,7 +23,6 @@ from itertools import accumulate
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -37,75 +34,63 @@ from async_grpo.util import deadlines
 from async_grpo.util.errors import DeadlineError
 from async_grpo.weight_sync.buckets import ITEM_BYTES, torch_dtype
 
-NUM_HOST_BUFFERS = 3  # on a CPU; on a device 2, beside the 2 buffers on the device itself
+NUM_HOST_BUFFERS = 12  # that wait for the object store before the rank does; pinned for a device
 
 
 class Gather:
-    """One rank's share of every gather."""
+    """One rank's buckets of all its rows."""
 
-    def __init__(self, plan: GatherPlan, shards: Shards, *, device: torch.device) -> None:
+    def __init__(self, plan: GatherPlan, rank: int, *, device: torch.device) -> None:
         self._plan = plan
-        self._shards = shards
+        self._rank = rank
         self._device = device
         self._dtype = torch_dtype(plan.tensors[0].dtype) if plan.tensors else torch.float32
-        self._on_cpu = device.type == "cpu"
-        alone = shards.group is None
-        self._num_missing = NUM_HOST_BUFFERS + alone if self._on_cpu else NUM_HOST_BUFFERS - 1
+        self._num_missing = NUM_HOST_BUFFERS
         self._free: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
-        self._scratch: dict[str, Tensor] = {}
 
     def rounds(self, shards: Sequence[Tensor]) -> Iterator[Received]:
-        """This rank's buckets, one a round, out of all ranks' flat shards; collective.
+        """This rank's buckets, one a round, out of its flat shards.
 
         Numbers are cast to the published dtype on their device. Hand each bucket back to `free`:
         raises `DeadlineError` when no buffer becomes free in time.
         """
         for number in range(self._plan.num_rounds):
-            host = self._host_buffer()
-            bucket = number * self._plan.num_ranks + self._shards.rank
-            yield self._to_host(self._exchange(number, shards, host), host, bucket)
+            bucket = number * self._plan.num_ranks + self._rank
+            if size := self._plan.num_elements(bucket):
+                host = self._host_buffer()[:size]
+                on_cpu = self._device.type == "cpu"
+                self._fill(host if on_cpu else self._scratch[:size], bucket, shards)
+                yield self._to_host(host, bucket)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the next bucket need not wait for memory."""
+        return self._num_missing > 0 or not self._free.empty()
 
     def free(self, received: Received) -> None:
         """Let the memory of a bucket be reused. Called from any thread."""
         self._free.put(received.data)
 
-    def _exchange(self, number: int, shards: Sequence[Tensor], host: Tensor) -> Tensor:
-        plan, rank, num_ranks = self._plan, self._shards.rank, self._shards.num_ranks
-        buckets = [number * num_ranks + owner for owner in range(num_ranks)]
-        into = [plan.num_elements(buckets[rank], source) for source in range(num_ranks)]
-        received = host[: sum(into)] if self._on_cpu else self._memory("received")[: sum(into)]
-        out = [plan.num_elements(bucket, rank) for bucket in buckets]
-        sent = received if num_ranks == 1 else self._memory("sent")[: sum(out)]
+    def _fill(self, data: Tensor, bucket: int, shards: Sequence[Tensor]) -> None:
         at = 0
-        for bucket in buckets:
-            for index, start, stop in plan.slices(bucket, rank):
-                sent[at : at + stop - start].copy_(shards[index][start:stop])
-                at += stop - start
-        if num_ranks > 1:
-            size = plan.item_bytes
-            dist.all_to_all_single(
-                received.view(torch.uint8),
-                sent.view(torch.uint8),
-                [count * size for count in into],
-                [count * size for count in out],
-                group=self._shards.group,
-            )
-        return received
+        for index, start, stop in self._plan.slices(bucket):
+            part = shards[index][start:stop].to(self._device)  # or the host would cast it
+            data[at : at + stop - start].copy_(part)
+            at += stop - start
 
-    def _to_host(self, received: Tensor, host: Tensor, bucket: int) -> Received:
-        data = host[: received.numel()]
-        if self._on_cpu:
+    def _to_host(self, data: Tensor, bucket: int) -> Received:
+        if self._device.type == "cpu":
             return Received(bucket, data, lambda: is_finite(data))
+        filled = self._scratch[: len(data)]
         extremes = torch.empty(2, dtype=self._dtype, pin_memory=True)
-        if received.numel():
-            extremes.copy_(torch.stack(torch.aminmax(received)), non_blocking=True)
-        data.copy_(received, non_blocking=True)
+        extremes.copy_(torch.stack(torch.aminmax(filled)), non_blocking=True)
+        data.copy_(filled, non_blocking=True)
         done = torch.cuda.Event()
         done.record()
 
         def finite() -> bool:
             done.synchronize()
-            return not data.numel() or is_finite(extremes)
+            return is_finite(extremes)
 
         return Received(bucket, data, finite)
 
@@ -113,7 +98,7 @@ class Gather:
         """Host memory for a bucket, pinned where a device copies into it."""
         if self._num_missing and self._free.empty():
             self._num_missing -= 1
-            pinned = not self._on_cpu
+            pinned = self._device.type != "cpu"
             return torch.empty(self._plan.most_elements, dtype=self._dtype, pin_memory=pinned)
         try:
             held = self._free.get(timeout=deadlines.BUCKET_STORED_S)
@@ -125,26 +110,27 @@ class Gather:
         whole: Tensor = held if held._base is None else held._base
         return whole
 
-    def _memory(self, name: str) -> Tensor:
-        """Memory for a bucket on the parameters' device, made at the first call for `name`."""
-        if name not in self._scratch:
-            most = self._plan.most_elements
-            self._scratch[name] = torch.empty(most, dtype=self._dtype, device=self._device)
-        return self._scratch[name]
+    @cached_property
+    def _scratch(self) -> Tensor:
+        """Memory for a bucket on the parameters' device; the copies of its stream are in order."""
+        return torch.empty(self._plan.most_elements, dtype=self._dtype, device=self._device)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Received:
     """A bucket of this rank, perhaps still being copied to host memory."""
 
-    bucket: int
+    bucket: int  # see `GatherPlan`
     data: Tensor  # flat, on the host; goes back to `Gather.free`
     is_finite: Callable[[], bool]  # waits until `data` is complete
 
 
 @dataclass(frozen=True)
 class GatherPlan:
-    """What each rank sends to the owner of each bucket; the same on all ranks."""
+    """Which rows each bucket holds; the same on all ranks.
+
+    Bucket `round * num_ranks + rank` is that of a rank in a round; some are empty.
+    """
 
     tensors: tuple[TensorMeta, ...]  # all of one dtype
     num_ranks: int
@@ -154,23 +140,23 @@ class GatherPlan:
     def num_buckets(self) -> int:
         return self.num_rounds * self.num_ranks
 
-    @cached_property
+    @property
     def num_rounds(self) -> int:
-        round_bytes = max(self.bucket_bytes, self.num_ranks * self.item_bytes) * self.num_ranks
-        return -(-self._ends[-1] * self.num_ranks * self.item_bytes // round_bytes)
+        return -(-self._ends[-1] * self.item_bytes // max(self.bucket_bytes, self.item_bytes))
 
     @property
     def item_bytes(self) -> int:
         return ITEM_BYTES[self.tensors[0].dtype] if self.tensors else 1
 
-    @property
+    @cached_property
     def most_elements(self) -> int:
-        """The most elements in a bucket, and the most that a rank sends in a round."""
-        return self._width * self.num_ranks
+        """The most elements in a bucket; the last ones may have fewer."""
+        return max(-(-self._ends[-1] // max(self.num_rounds, 1)), 1)
 
-    def slices(self, bucket: int, rank: int) -> Iterator[Slice]:
-        """The parts of a bucket that `rank` holds, in their order in the bucket."""
-        low, high = bucket * self._width, (bucket + 1) * self._width
+    def slices(self, bucket: int) -> Iterator[Slice]:
+        """The parts of its rank's shards that a bucket holds, in their order in it."""
+        number, rank = divmod(bucket, self.num_ranks)
+        low, high = number * self.most_elements, (number + 1) * self.most_elements
         first = bisect.bisect_right(self._ends, low) - 1
         for index in range(max(first, 0), len(self.tensors)):
             begin = self._ends[index]
@@ -181,19 +167,19 @@ class GatherPlan:
             if start < stop:
                 yield Slice(index, start, stop)
 
-    def num_elements(self, bucket: int, rank: int) -> int:
-        return sum(stop - start for _, start, stop in self.slices(bucket, rank))
+    def num_elements(self, bucket: int) -> int:
+        return sum(stop - start for _, start, stop in self.slices(bucket))
 
     def pieces(self, bucket: int) -> tuple[Piece, ...]:
-        """The pieces of a bucket in order: those of rank 0, then those of rank 1, and so on."""
+        """The pieces of a bucket in order."""
+        rank = bucket % self.num_ranks
         return tuple(
             Piece(
                 self.tensors[index].offset_bytes
                 + (rank * self._chunks[index] + start) * self.item_bytes,
                 (stop - start) * self.item_bytes,
             )
-            for rank in range(self.num_ranks)
-            for index, start, stop in self.slices(bucket, rank)
+            for index, start, stop in self.slices(bucket)
         )
 
     def num_held(self, index: int, rank: int) -> int:
@@ -217,11 +203,6 @@ class GatherPlan:
         """Where each parameter begins among the elements of a rank with a full share of all."""
         return list(accumulate(self._chunks, initial=0))
 
-    @cached_property
-    def _width(self) -> int:
-        """Elements of each rank in a bucket; the last buckets may have fewer."""
-        return max(-(-self._ends[-1] // max(self.num_buckets, 1)), 1)
-
 
 class Slice(NamedTuple):
     """Elements [start, stop) of the part of a parameter that one rank holds."""
@@ -233,14 +214,13 @@ class Slice(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shards:
-    """How the policy is sharded: by rows, over the `num_ranks` ranks of `group`.
+    """How the policy is sharded: by rows, over `num_ranks` ranks.
 
     Where each rank holds all of the model, as if it were sharded: each publishes its own rows.
     """
 
     shapes: tuple[tuple[str, tuple[int, ...]], ...]  # of whole tensors, by their published names
-    group: dist.ProcessGroup | None  # None: this rank holds everything
-    rank: int  # in the group
+    rank: int  # of those that together hold the model
     num_ranks: int
     is_first_replica: bool  # of the groups that hold the same shards: this one publishes them
 
@@ -250,14 +230,13 @@ class Shards:
         shapes = tuple((name, each.shape) for name, each in tensors.items())
         first = next((p for p in policy.parameters() if isinstance(p, DTensor)), None)
         if first is None:
-            return cls(shapes, None, 0, 1, is_first_replica=True)
+            return cls(shapes, 0, 1, is_first_replica=True)
         first = own_rows(first)
         mesh = first.device_mesh
         dim = next(i for i, placement in enumerate(first.placements) if placement.is_shard())
         others = [mesh.get_local_rank(i) for i in range(mesh.ndim) if i != dim]
         return cls(
             shapes,
-            mesh.get_group(dim) if mesh.size(dim) > 1 else None,
             mesh.get_local_rank(dim),
             mesh.size(dim),
             is_first_replica=not any(others),

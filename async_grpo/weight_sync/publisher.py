@@ -30,19 +30,20 @@ from async_grpo.weight_sync.gather import Gather, GatherPlan, Received, Shards, 
 if TYPE_CHECKING:
     from async_grpo.cluster.cluster import Cluster, Exported
 
+NUM_STORE_THREADS = 2  # one copies into the object store while the other checks and hashes
 LEAST_GAIN = 2  # a delta is sent where the bucket is at least so many times as large
 
 
 class Collector:
     """Gathers the weights of all ranks. Every rank has one; all call `collect` in the same order.
 
-    consumes:     the shards of all ranks, between two gradient steps
-    produces:     buckets in the object store, each put by the rank that owns it; on rank 0 the
-                  snapshot
-    waits for:    the other ranks' parts of a bucket, and memory for it
-    unblocked by: the collective; the thread that checks, hashes and stores
+    consumes:     this rank's shards, between two gradient steps
+    produces:     buckets in the object store, each put by the rank that holds its rows; on rank 0
+                  the snapshot
+    waits for:    memory for a bucket
+    unblocked by: the threads that check, hash and store
 
-    Training pauses while rows are copied out of the parameters; a thread then checks and stores the
+    Training pauses while rows are copied out of the parameters; threads then check and store the
     buckets. An error of one rank is raised on all of them.
     """
 
@@ -65,14 +66,17 @@ class Collector:
         self._cluster = cluster
         described = ((name, buckets.dtype_name(dtype), shape) for name, shape in shards.shapes)
         self._plan = GatherPlan(tuple(buckets.lay_out(described)), shards.num_ranks, bucket_bytes)
-        self._gather = Gather(self._plan, shards, device=device)
+        self._gather = Gather(self._plan, shards.rank, device=device)
         self._gives = shards.is_first_replica
         # A group for the thread alone: its collectives must not mix with the training loop's.
         self._alone = not dist.is_initialized() or dist.get_world_size() == 1
         timeout = timedelta(seconds=deadlines.WEIGHTS_COLLECTED_S)
         self._group = None if self._alone else dist.new_group(backend="gloo", timeout=timeout)
         self._is_main = self._alone or dist.get_rank() == 0
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="store-weights")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="agree-on-weights")
+        self._stores = ThreadPoolExecutor(
+            NUM_STORE_THREADS, "store-weights", initializer=_use, initargs=(device,)
+        )
         self._with_deltas = with_deltas
         self._kept: dict[int, NDArray[np.uint8]] = {}  # this rank's bytes of `_since`, by bucket
         self._since: WeightsVersion | None = None
@@ -84,18 +88,28 @@ class Collector:
     def collect(self, shards: Sequence[Tensor], *, version: WeightsVersion) -> Collected:
         """Copy the weights out of this rank's flat `shards`; they may change after the return."""
         self._count = count = self._count + 1
-        self._thread.submit(self._let_go)
-        stored = []
-        if self._gives:
-            for received in self._gather.rounds(shards):
-                stored.append(self._thread.submit(self._store, received, count, version))
+        let_go = self._thread.submit(self._let_go)
+        held: list[Received] = []
+        stored: list[Future[_Stored]] = []
+
+        def store() -> None:
+            own = (self._stores.submit(self._store, r, count, version, after=let_go) for r in held)
+            stored.extend(own)
+            held.clear()
+
+        for received in self._gather.rounds(shards) if self._gives else ():
+            held.append(received)
+            if not self._gather.has_room:
+                store()
+        store()  # as late as there is room: it would take cores and memory of the copies
         return Collected(self._thread.submit(self._join, stored, count, version))
 
     def close(self) -> None:
         """Start no further work; running work ends by its deadline."""
+        self._stores.shutdown(wait=False, cancel_futures=True)
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    # Called in the thread.
+    # Called in the threads.
 
     def _let_go(self) -> None:
         """Drop the references of collections whose snapshot rank 0 has dropped. Collective."""
@@ -104,8 +118,11 @@ class Collector:
             dist.broadcast_object_list(live, src=0, group=self._group)
         self._own = {count: own for count, own in self._own.items() if count in live[0]}
 
-    def _store(self, received: Received, count: int, version: WeightsVersion) -> _Stored:
+    def _store(
+        self, received: Received, count: int, version: WeightsVersion, *, after: Future[None]
+    ) -> _Stored:
         try:
+            after.result(deadlines.WEIGHTS_COLLECTED_S)  # room is made before more is stored
             if not received.is_finite():
                 raise WeightSyncError(not_finite(self._not_finite(received), version))
             data = buckets.bytes_of(received.data)
@@ -184,13 +201,23 @@ class Collector:
         )
         if collected:
             self._live[count] = collected[0]
+        return replace(self.outline(version), buckets=collected)
+
+    def outline(self, version: WeightsVersion) -> WeightsSnapshot:
+        """A snapshot of what is collected, without buckets."""
         return WeightsSnapshot(
-            version, collected, tensors=self._plan.tensors, rest_of_folder=self._rest_of_folder
+            version, (), tensors=self._plan.tensors, rest_of_folder=self._rest_of_folder
         )
 
 
+def _use(device: torch.device) -> None:
+    """Have a thread use the rank's device, or it would hold memory of the first one."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
 class Collected:
-    """A collection that the thread may still be storing; every rank has one."""
+    """A collection that threads may still be storing; every rank has one."""
 
     def __init__(self, outcome: Future[WeightsSnapshot | None]) -> None:
         self._outcome = outcome

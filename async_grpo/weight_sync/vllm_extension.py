@@ -12,7 +12,9 @@ paused: this needs no second copy of the model, and cannot be undone once it has
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -52,6 +54,7 @@ from async_grpo.weight_sync.update_checks import (
     unpack_samples,
 )
 
+logger = logging.getLogger(__name__)
 BACKEND = "staged_file"
 TEXT_TOWER = "text_tower"  # the way to load the text model in one that also takes images or sound
 Tensors = Iterator[tuple[str, torch.Tensor]]
@@ -69,6 +72,7 @@ class StagedFileEngine(NCCLWeightTransferEngine):
     _num_updates = 0
     _is_partial = False
     _samples: Sequence[WeightSample] = ()
+    _file: _StagedFile | None = None
     # Parameters that cannot be read back, found at the first update; None before it.
     unreadable: set[str] | None = None
 
@@ -128,9 +132,10 @@ class StagedFileEngine(NCCLWeightTransferEngine):
 
     def _map(self, path: str, tensors: list[TensorMeta]) -> None:
         """Stage the parameters in a file, whose bytes the worker has checked."""
-        # Copy-on-write, because torch warns of memory that is not writable; nothing writes.
-        data = np.memmap(path, dtype=np.uint8, mode="c")
-        self._staged = {meta.name: view_tensor(data, meta) for meta in tensors}
+        if self._file is None or not self._file.is_at(path):
+            self._forget_file()
+            self._file = _StagedFile(path)
+        self._staged = {meta.name: view_tensor(self._file.data, meta) for meta in tensors}
 
     def _receive(self, update_info: dict[str, object]) -> None:
         """Load all parameters from the trainer's device; an error leaves a broken model."""
@@ -155,7 +160,7 @@ class StagedFileEngine(NCCLWeightTransferEngine):
             self._check_received()
             super().finish_weight_update()
             _pack_tied_head(self.model)
-        torch.accelerator.synchronize()  # the copies read what is dropped next
+        torch.accelerator.synchronize()  # the copies read what is written to next
         self._staged = {}
         self._check_loaded()
 
@@ -217,12 +222,58 @@ class StagedFileEngine(NCCLWeightTransferEngine):
         check_samples({n: count for n, count in counts.items() if n not in self.unreadable})
 
     def discard(self) -> None:
-        """Forget an update that will not be finished."""
+        """Forget an update that will not be finished, and its file."""
+        self._forget_file()
+
+    def _forget_file(self) -> None:
         self._staged = {}
+        if self._file is not None:
+            self._file.close()
+        self._file = None
 
     def _begin_loading(self) -> None:
         _forget_packed(self.model)
         initialize_layerwise_reload(self.model)
+
+
+class _StagedFile:
+    """A worker's file in this process's memory; pinned where a device copies out of it.
+
+    The worker writes the next weights to the same file, so that it is mapped and pinned once.
+    """
+
+    def __init__(self, path: str) -> None:
+        # Shared: a private mapping need not see what is written later. Nothing writes to it here;
+        # it is writable because torch warns of memory that is not.
+        self.data = np.memmap(path, dtype=np.uint8, mode="r+")
+        self._identity = _identity(path)
+        self._is_pinned = current_platform.is_cuda() and self._pin()
+
+    def is_at(self, path: str) -> bool:
+        """Whether this file lies at `path`, which another one may have had before."""
+        return self._identity == _identity(path)
+
+    def _pin(self) -> bool:
+        address, size_bytes = self.data.ctypes.data, self.data.nbytes
+        if int(torch.cuda.cudart().cudaHostRegister(address, size_bytes, 0)) == 0:
+            return True
+        with suppress(RuntimeError):  # CUDA tells the error once more, of whatever comes next
+            torch.zeros(1, device="cuda")
+        logger.warning(
+            "staged weights of %d bytes cannot be pinned: generation pauses longer for each update",
+            size_bytes,
+        )
+        return False
+
+    def close(self) -> None:
+        """Unpin it; it is unmapped with its last view."""
+        if self._is_pinned:
+            torch.cuda.cudart().cudaHostUnregister(self.data.ctypes.data)
+
+
+def _identity(path: str) -> tuple[int, int]:
+    status = os.stat(path)
+    return status.st_dev, status.st_ino
 
 
 class _Recorder:

@@ -18,6 +18,8 @@ GOAL_VARIANTS = (  # of these the fastest is held against the goal of the issue
     Variant(QWEN_15B, BUDGET, checkpointing=True, compiled=True),
 )
 OTHER_VARIANTS = (
+    Variant(QWEN_15B, BUDGET, checkpointing=True, fused=True),
+    Variant(QWEN_15B, BUDGET, checkpointing=True, fused=True, compiled=True),
     Variant(QWEN_7B, BUDGET, checkpointing=True),
     Variant(QWEN_05B, BUDGET),
     Variant(QWEN_15B, BUDGET, bf16_weights=True),
@@ -31,6 +33,7 @@ OTHER_VARIANTS = (
 TOY_VARIANTS = (
     Variant(TOY, 512, collects=True),
     Variant(TOY, 512, checkpointing=True),
+    Variant(TOY, 512, fused=True),
     Variant(TOY, 512, bf16_weights=True, checkpointing=True),
 )
 

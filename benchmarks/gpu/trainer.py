@@ -18,12 +18,14 @@ from torch.distributed.tensor import DTensor
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.model.attention import choose_attention
 from async_grpo.model.collate import collate, to_device
+from async_grpo.model.fused import fault, fuse
 from async_grpo.model.policy import PolicyModel
 from async_grpo.training.fsdp import compute_dtype, iter_full_tensors, shard
 from async_grpo.training.learner import Learner
 from async_grpo.training.ranks import Ranks
 from async_grpo.types import EndOfStep, Minibatch, tally
 from benchmarks.gpu import clock, rows
+from benchmarks.gpu.isolation import NotHereError
 from benchmarks.gpu.shapes import Shape, random_policy, step_flops
 from benchmarks.results import Figure, median
 
@@ -39,6 +41,7 @@ class Variant:
     checkpointing: bool = False
     compiled: bool = False
     bf16_weights: bool = False
+    fused: bool = False  # by Liger's kernels
     collects: bool = False  # also gather all weights, as after each batch
 
     @property
@@ -51,6 +54,7 @@ class Variant:
         parts = [self.shape.name, f"{self.num_tokens} tokens"]
         parts.append("bf16 weights" if self.bf16_weights else "FSDP2")
         parts += ["checkpointing"] if self.checkpointing else []
+        parts += ["Liger"] if self.fused else []
         parts += ["compiled"] if self.compiled else []
         return ", ".join(parts)
 
@@ -93,6 +97,10 @@ def _policy(variant: Variant, config: TrainConfig, ranks: Ranks) -> PolicyModel:
         dtype=weights,
         attention=choose_attention(ranks.device, dtype=dtype),
     )
+    if variant.fused:
+        if reason := fault(policy.model.config, device=ranks.device, dtype=dtype):
+            raise NotHereError(f"Liger's kernels {reason}")
+        fuse(policy.model)
     if not variant.bf16_weights:
         return shard(
             policy,

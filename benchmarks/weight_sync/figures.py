@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from async_grpo.weight_sync.buckets import BUCKET_BYTES
+from async_grpo.weight_sync.gather import NUM_HOST_BUFFERS
 from async_grpo.weight_sync.sync_report import BOUNDS
 from benchmarks import results
 from benchmarks.alternation import ratios
@@ -17,7 +18,8 @@ from benchmarks.weight_sync.run import Sync
 
 GOAL_PAUSE_S = 0.1  # beyond the copy itself
 GOAL_STAGED_COPIES = 1.0
-GOAL_BUCKETS = 2.0
+GOAL_BUFFERS = 1.2
+BUFFERS_BYTES = NUM_HOST_BUFFERS * BUCKET_BYTES
 LARGE_BYTES = 64 << 20
 GIB = 2**30
 
@@ -122,11 +124,11 @@ def _memory(title: str, syncs: Sequence[Sync]) -> list[Figure]:
 
     engine = of("worker", "worker, shared", by=size)
     store = of("object store, shared", by=size)
-    trainer = of("trainer", by=min(BUCKET_BYTES, size))
-    copies, buckets = (GOAL_STAGED_COPIES, GOAL_BUCKETS) if is_large else (None, None)
+    trainer = of("trainer", by=min(BUFFERS_BYTES, size))
+    copies, buffers = (GOAL_STAGED_COPIES, GOAL_BUFFERS) if is_large else (None, None)
     return [
         median(f"{title}, worker and engine hold more", engine, "models", goal=copies),
         median(f"{title}, object store holds more", store, "models"),
-        median(f"{title}, trainer holds more", trainer, "buckets", goal=buckets),
+        median(f"{title}, trainer holds more", trainer, "of its buffers", goal=buffers),
         median(f"{title}, all hold more at once", of("total", by=size), "models"),
     ]

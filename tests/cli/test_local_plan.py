@@ -128,3 +128,16 @@ def test_a_plan_for_other_machines_is_said_and_nothing_starts(monkeypatch, tmp_p
     assert not (tmp_path / "run").exists()
     result = CliRunner().invoke(launch, [*typed, "--plan-for", "two"])
     assert result.exit_code == 1 and "such as 8 or 8,8, got 'two'" in result.stderr
+
+
+def test_a_colocated_run_has_engines_that_can_sleep_and_no_further_device(monkeypatch):
+    from async_grpo.cli.local_run import num_devices
+
+    run, found = quick_start(
+        1, monkeypatch, "--colocated", "--max-staleness", "1", "--kl-coefficient", "0"
+    )
+    assert [each.colocated for each in found.workers] == [
+        each.mode == "generation" for each in run.workers
+    ]
+    assert num_devices(found) == 1
+    assert "in turns with the generation worker" in found.placement

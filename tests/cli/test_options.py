@@ -178,7 +178,9 @@ def test_the_usual_ten_come_first_and_no_option_is_without_a_heading():
 def test_options_of_one_role_of_workers_stand_apart():
     found = headings(CliRunner().invoke(worker, ["--help"]).stdout)
     assert "--max-num-seqs" in found["Only with --mode generation"]
-    assert found["Only with --mode logprob or teacher"] == ["--max-tokens-per-gpu"]
+    assert found["Only with --mode logprob or teacher"] == [
+        "--max-tokens-per-gpu", "--scorer-ranks",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("script", ["trainer_core.py", "worker_dispatcher.py"])

@@ -37,9 +37,11 @@ class Worker:
     num_aborts: int = 0
     pulse: Callable[[float], Pulse] | None = None  # what it has made, by the clock
     num_pings: int = 0
+    is_asleep: bool = False
 
     def __post_init__(self):
         self.dead, self.frozen, self.woken = asyncio.Event(), False, asyncio.Event()
+        self.turning = asyncio.Lock()  # a worker sleeps or loads weights, one after the other
 
     @property
     def handle(self):
@@ -75,6 +77,7 @@ class Worker:
         return self.pulse(now_s()) if self.pulse else Pulse(str(self.version))
 
     async def generate(self, seconds):
+        assert not self.is_asleep, "a lease on a worker that sleeps"
         await self._live(seconds)
         assert self.is_whole, "a token was served by partial weights"
         return self.version
@@ -82,8 +85,20 @@ class Worker:
     async def abort_all(self):
         self.num_aborts += 1
 
+    async def sleep(self):
+        async with self.turning:
+            if self.fault == ("sleep", "stalls"):
+                await self._live(FOREVER_S)
+            await self._live(self.phase_s)
+            self.is_asleep = True
+
     async def load_weights(self, snapshot):
         self.updates.append(snapshot.version)
+        async with self.turning:
+            return await self._load(snapshot)
+
+    async def _load(self, snapshot):
+        self.is_asleep = False
         if self.version == snapshot.version:
             return WeightsAck(self.name, snapshot.version, 0.0, 0.0)
         for phase in PHASES:

@@ -34,7 +34,7 @@ TRAININGS = st.builds(
     num_tokens=st.integers(1, 40_000),
     compute_bytes=st.sampled_from([2, 4]),
     keeps_gathered=st.booleans(),
-    checkpointing=st.booleans(),
+    checkpointing=st.integers(0, 28),
     defers=st.booleans(),
     offload=st.sampled_from(["none", "optimizer", "parameters"]),
 )
@@ -53,7 +53,7 @@ def test_seven_billion_on_eight_devices_with_checkpointing():
     assert line(bill, "layers' inputs") == 32_768 * 28 * 3584 * 2
     # 16 H + 8 I of norms and MLP, and 2 (3 Q + 2 K) + 4 a head of attention, for each token
     expected = 32_768 * (16 * 3584 + 8 * 18_944 + 2 * (3 * 3584 + 2 * 512) + 4 * 28)
-    assert line(bill, "one layer's activations, recomputed") == expected
+    assert line(bill, "layers' activations at a time") == expected
     assert 38 * GB < bill.total < 48 * GB  # fits 80 GB
 
 
@@ -76,6 +76,31 @@ def test_checkpointing_is_on_where_the_bill_without_it_does_not_fit():
     assert with_checkpointing_if_needed(SEVEN_B, EIGHT_RANKS, free_bytes=free).checkpointing
     short = replace(EIGHT_RANKS, num_tokens=2048)
     assert not with_checkpointing_if_needed(SEVEN_B, short, free_bytes=free).checkpointing
+
+
+@given(one_in=st.integers(1, 28), layers=st.integers(1, 28))
+def test_the_layers_that_recompute_are_counted_as_transformers_chooses_them(one_in, layers):
+    model = replace(SEVEN_B, num_layers=layers)
+    chosen = [number % one_in == 0 for number in range(layers)]
+    bill = trainer_bill(model, replace(EIGHT_RANKS, checkpointing=one_in))
+    assert line(bill, "layers' inputs") == sum(chosen) * 32_768 * 3584 * 2
+    one = 32_768 * layer_token_bytes(model, 2)
+    # When a layer recomputes, those before it hold what they kept, those behind it nothing.
+    moments = [layers - sum(chosen)]
+    moments += [1 + sum(not c for c in chosen[:at]) for at in range(layers) if chosen[at]]
+    held = [each.num_bytes for each in bill.lines if each.name == "layers' activations at a time"]
+    assert sum(held) == one * max(moments)
+
+
+@given(tokens=st.integers(1, 40_000), free=st.integers(1, 300))
+def test_as_few_layers_recompute_as_fit(tokens, free):
+    training = replace(EIGHT_RANKS, num_tokens=tokens)
+    found = with_checkpointing_if_needed(SEVEN_B, training, free_bytes=int(free * GB))
+    order = [0, *range(28, 0, -1)]
+    totals = [trainer_bill(SEVEN_B, replace(training, checkpointing=n)).total for n in order]
+    at = order.index(found.checkpointing)
+    assert all(total > free * GB for total in totals[:at])
+    assert found.checkpointing == 1 or totals[at] <= free * GB
 
 
 def test_what_is_offloaded_leaves_the_device_by_so_many_bytes():

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_grpo.devices.placement import LEAST_SHARE, Demand, plan
+from async_grpo.devices.placement import LEAST_SHARE, Demand, plan, plan_in_turns
 from async_grpo.util.errors import ConfigError
 
 
@@ -144,3 +144,36 @@ def test_no_device_is_promised_twice_and_everybody_is_placed_or_refused(nodes, n
         assert names[who] == sum(each.count for each in found.placed if each.who == who)
     if sum(nodes):
         assert all(seat.devices for seat in found.seats)
+
+
+def in_turns(nodes, num_ranks, *workers):
+    found = plan_in_turns(
+        nodes, ranks=ranks(num_ranks), workers=workers, engines="generation worker"
+    )
+    return where(found)
+
+
+def test_ranks_in_turns_have_the_devices_of_the_engines():
+    found = in_turns([8], 8, engines(4, 2))
+    taken = Counter(device for _, devices, _ in found.values() for device in devices)
+    assert taken == dict.fromkeys(range(8), 2)
+    assert {share for _, _, share in found.values()} == {1}
+    assert [found[f"trainer rank {i}"][1] for i in range(8)] == [(i,) for i in range(8)]
+
+
+def test_a_scorer_keeps_its_part_of_a_device_that_is_had_in_turns():
+    found = in_turns([1], 1, *QUICK_START)
+    assert found["trainer rank 0"] == found["generation worker 0"] == (0, (0,), 0.6)
+    assert found["reference worker 0"] == (0, (0,), 0.3)
+
+
+def test_fewer_devices_have_fewer_of_both_and_none_is_as_ever():
+    found = in_turns([2], 4, engines(4))
+    assert [name for name in found if "rank" in name] == ["trainer rank 0", "trainer rank 1"]
+    assert in_turns([0], 2, engines(1)) == where(plan([0], ranks=ranks(2), workers=[engines(1)]))
+
+
+@pytest.mark.parametrize(("nodes", "num_ranks"), [([8, 8], 2), ([8], 8)])
+def test_turns_that_cannot_be_are_refused(nodes, num_ranks):
+    with pytest.raises(ConfigError, match="--colocated needs one machine, and a device of a gen"):
+        in_turns(nodes, num_ranks, engines(2))

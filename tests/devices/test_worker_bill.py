@@ -89,3 +89,13 @@ def test_a_scoring_worker_holds_one_layer_s_activations_and_a_chunk_of_logits(nu
     assert bill.total == sum(each.num_bytes for each in bill.lines)
     updated = scorer_bill(SEVEN_B, Scoring(num_tokens=num_tokens, is_updated=True))
     assert updated.on_host == pytest.approx(2 * SEVEN_B.num_parameters)
+
+
+@given(st.integers(2, 16))
+def test_ranks_of_a_scoring_worker_hold_a_part_each_and_gather_two_layers_and_the_root(ranks):
+    whole, own = (scorer_bill(SEVEN_B, Scoring(ranks=n, is_updated=True)) for n in (1, ranks))
+    assert line(own, "weights") == -(-2 * SEVEN_B.num_parameters // ranks)
+    gathered = 2 * (2 * SEVEN_B.layer_parameters + SEVEN_B.root_parameters)
+    assert line(own, "gathered weights") == gathered
+    assert whole.total - own.total == line(whole, "weights") - line(own, "weights") - gathered
+    assert 0 <= ranks * own.on_host - whole.on_host < ranks  # one copy serves all

@@ -58,6 +58,9 @@ class Command:
     def send(self, number):
         self._child.send_signal(number)
 
+    def has_ended(self):
+        return self._child.poll() is not None
+
     def wait(self, *, timeout_s):
         """The exit code; raises with what it printed when it does not end in time."""
         try:

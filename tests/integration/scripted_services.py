@@ -70,7 +70,9 @@ class ScriptedWorker:
     def __init__(self, worker_id, vocab_size):
         self._worker_id = worker_id
         self._info = WorkerInfo(worker_id, "generation", "node", 0, "model", vocab_size,
-                                capacity=10_000.0, overhead=0.0, max_model_len=512)  # fmt: skip
+                                capacity=10_000.0, overhead=0.0, max_model_len=512,
+                                sleeps=True)  # fmt: skip
+        self._is_asleep = False
         self._news = asyncio.Condition()
         self._loaded = []
 
@@ -94,7 +96,11 @@ class ScriptedWorker:
     async def abort_all(self):
         return None
 
+    async def sleep(self):
+        self._is_asleep = True
+
     async def load_weights(self, snapshot):
+        self._is_asleep = False
         data = [await fetch_bytes(bucket) for bucket in snapshot.buckets]
         weights = dict(unpack(snapshot, data))
         digest = hashlib.sha256(
@@ -111,6 +117,8 @@ class ScriptedWorker:
 
     async def generate(self, request):
         story, ordinal = self._story, request.ordinal
+        if self._is_asleep:  # a loss that the run's rows would tell
+            raise WorkerError("it sleeps")
         completions = story.groups[ordinal, request.attempt].completions
         newest = max(span.version.batches for c in completions for span in c.weights_versions)
         is_evaluation = bool(request.priority)  # of whatever weights are served

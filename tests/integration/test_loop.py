@@ -1,4 +1,4 @@
-"""The whole loop as users start it: two vLLM workers, a logprob worker, two trainer ranks."""
+"""The whole loop as users start it: two engines, a logprob worker of two ranks, two trainers."""
 
 import hashlib
 import json
@@ -59,7 +59,7 @@ PROMPT = np.array([3, 13, 4, 19], dtype=np.int32)
 def setup(ray_cluster, tiny_model, questions, tmp_path_factory):
     setup = Setup(tmp_path_factory.mktemp("loop"), ray_cluster, tiny_model, questions,
                   namespace=NAMESPACE, reward="share_of_digits")  # fmt: skip
-    logprob = setup.workers("logprob", num_workers=1)
+    logprob = setup.workers("logprob", "--scorer-ranks", 2, num_workers=1)
     with setup.workers("generation") as generation, logprob:
         wait_until_registered(generation, 2)
         wait_until_registered(logprob, 1)

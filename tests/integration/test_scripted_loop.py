@@ -60,7 +60,10 @@ REPEATED = ("first", "second")
 # Moments at which the batcher is killed: within the rounds of a step, right after the end of a
 # batch (its weights are on their way), while the last evaluation is running. In full also when one
 # rank alone has the end of a step, before weights are gathered, while half of the workers has them.
-KILLS = {"killed": frozenset({("minibatch", 2), ("end", 2), ("evaluate", 1)})}
+KILLS = {
+    "killed": frozenset({("minibatch", 2), ("end", 2), ("evaluate", 1)}),
+    "colocated": frozenset({("minibatch", 2), ("end", 2)}),  # workers and ranks work in turns
+}
 if FULL:
     KILLS["killed again"] = frozenset({("held end", 3), ("publish", 1), ("announce", 1)})
 STANDING = {"max_staleness": 1, "num_training_batches": 4, "learning_rate": 0.0}
@@ -111,8 +114,9 @@ def trained(world, papers):
                 unlucky=frozenset({3})),
         replace(plain, config=world.config("second", DETERMINISTIC), latency_seed=2),
         *(
-            replace(plain, config=world.config(name, killed), latency_seed=3, latency_s=0.5,
-                    kills=kills, slow_load_s=2.0 if ("announce", 1) in kills else 0.0)
+            replace(plain, config=world.config(name, killed | {"colocated": name == "colocated"}),
+                    latency_seed=3, latency_s=0.5, kills=kills,
+                    slow_load_s=2.0 if ("announce", 1) in kills else 0.0)
             for name, kills in KILLS.items()
         ),
         *(lagging_story(config, paper) for config, paper in papers.values()),

@@ -16,6 +16,7 @@ from private_cluster import environment, is_running, sessions_of
 from tiny_models import make_model
 
 from async_grpo.util import deadlines
+from benchmarks import procfs
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 NAMESPACE = ("--namespace", "teacher-faults")
@@ -43,11 +44,11 @@ class House:
             env=SCRIPTED,
         )
 
-    def teacher(self, folder):
+    def teacher(self, folder, *options):
         return Command(
             *("worker_dispatcher.py", "--mode", "teacher", "--name", "a"),
             *("--model-path", folder, "--max-tokens-per-gpu", 512),
-            *("--worker-lease-s", LEASE_S, *self.common),
+            *("--worker-lease-s", LEASE_S, *options, *self.common),
             env=SCRIPTED,
         )
 
@@ -158,6 +159,25 @@ def test_a_run_outlives_its_teacher(fault, payload, ranks, house, teacher, tmp_p
     assert_whole(tmp_path)
     assert not is_running(victim)
     assert not has_rows(tmp_path, BATCHES + 1)
+
+
+@slow
+def test_a_run_outlives_a_rank_of_its_teacher(house, models, tmp_path):
+    with house.teacher(models[0], "--scorer-ranks", 2) as command:
+        command.wait_for("registered", timeout_s=READY_S)
+        with in_mid_run(house.train(tmp_path, *HIDDEN, ranks=2), tmp_path):
+            worker = house.teacher_pid()
+            [rank] = [pid for pid in procfs.children(worker) if _is_rank(pid)]
+            os.kill(rank, signal.SIGKILL)
+            wait_until(lambda: house.teacher_pid() not in (worker, None), timeout_s=READY_S)
+        command.send(signal.SIGTERM)
+        command.wait(timeout_s=READY_S)
+        assert "a rank of this scorer has ended" in command.out + command.err
+    assert_whole(tmp_path)
+
+
+def _is_rank(pid):
+    return b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 def test_lost_payloads_are_made_again_and_another_model_is_no_teacher_of_the_name(

@@ -4,8 +4,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from model_families import family_config
 
-from async_grpo.model import attention
+from async_grpo.model import attention, loading
 from async_grpo.model.attention import choose_attention, packed_attention
 from async_grpo.util.errors import UnfitModel
 
@@ -109,7 +110,7 @@ def test_a_cpu_and_full_precision_pack_with_our_own_attention(wanted):
 def device(monkeypatch):
     """A CUDA device by its answers: {"major": its compute capability, "installed": packages}."""
     has = {"major": 9, "installed": {"flash_attn_interface"}, "activated": []}
-    attention.is_flash_3_active.cache_clear()
+    attention.activate_flash.cache_clear()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (has["major"], 0))
     monkeypatch.setattr(
         attention, "find_spec", lambda name: name if name in has["installed"] else None
@@ -117,14 +118,47 @@ def device(monkeypatch):
     monkeypatch.setattr(
         attention, "is_flash_attn_2_available", lambda: "flash_attn" in has["installed"]
     )
+    monkeypatch.setattr(attention, "has_distribution", lambda name: name in has["installed"])
     monkeypatch.setattr("torch.nn.attention.activate_flash_attention_impl", has["activated"].append)
     yield has
-    attention.is_flash_3_active.cache_clear()
+    attention.activate_flash.cache_clear()
 
 
 def test_flash_attention_3_serves_packed_rows_where_it_is_installed(device):
     assert choose_attention(CUDA) == choose_attention(CUDA) == "packed"
     assert device["activated"] == ["FA3"]
+
+
+def test_flash_attention_4_serves_where_the_third_cannot(device, monkeypatch, caplog):
+    device.update(major=10, installed={"flash-attn-4", "flash_attn_interface"})
+    assert choose_attention(CUDA) == "packed"
+    assert device["activated"] == ["FA4"]
+    attention.activate_flash.cache_clear()
+
+    def activate(name):
+        if name == "FA3":
+            raise RuntimeError("it was made for another torch")
+        device["activated"].append(name)
+
+    monkeypatch.setattr("torch.nn.attention.activate_flash_attention_impl", activate)
+    device.update(major=9, activated=[])
+    assert choose_attention(CUDA) == "packed"
+    assert device["activated"] == ["FA4"] and "FA3 is installed but cannot be used" in caplog.text
+
+
+def test_torch_knows_the_kernels_by_these_names():
+    from torch.nn.attention import list_flash_attention_impls
+
+    assert {*attention.FLASH} == {*list_flash_attention_impls()}
+
+
+def test_kernels_that_the_probe_does_not_let_pass_are_done_without(monkeypatch, caplog):
+    faults, dropped = iter(["is off by 0.3 nats", ""]), []
+    monkeypatch.setattr(loading, "_fault", lambda *given, alone: next(faults))
+    monkeypatch.setattr(loading, "flash_in_use", lambda: "" if dropped else "FA4")
+    monkeypatch.setattr(loading, "drop_flash", lambda: dropped.append(1))
+    assert loading.check_packing(family_config("llama"), "a-folder") is False
+    assert dropped and "is off by 0.3 nats with attention by FA4: torch's own" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -96,6 +96,18 @@ def test_a_scoring_worker_that_is_too_large_names_its_tokens():
     assert "lower it to 262144" in said
 
 
+def test_a_reference_larger_than_a_device_is_sharded():
+    run = asked("qwen2.5-72b", devices="64", tensor_parallel=4, kl=0.1)
+    assert refusal(run).endswith("GiB too much: shard it over --scorer-ranks 4")
+    sharded = run.with_worker(1, scorer_ranks=4)
+    check_fits(sharded)
+    split = Split(4, 16, (2,))
+    assert sharded.devices_of(split) - run.devices_of(split) == 2 * 3
+    [bill] = [each for each in bills_of(sharded, split) if "reference" in each.role]
+    assert (bill.role, bill.count) == ("rank of a reference worker", 8)
+    assert bill.bill.total <= bill.room
+
+
 def test_a_machine_without_the_memory_is_refused():
     run = replace(asked("smollm2-135m", devices=""), host_bytes=GIB)
     assert refusal(run).startswith("this machine has 1.0 GiB and the run needs about ")
@@ -104,7 +116,7 @@ def test_a_machine_without_the_memory_is_refused():
 
 def test_buckets_are_those_of_the_weights():
     assert bills.BUCKET_BYTES == buckets.BUCKET_BYTES
-    assert bills.BUCKETS == gather.NUM_HOST_BUFFERS + 1
+    assert bills.BUCKETS == gather.NUM_HOST_BUFFERS
 
 
 def test_a_model_that_each_rank_would_hold_is_refused_with_the_strategy_that_shares_it():
@@ -142,3 +154,20 @@ def test_an_adapter_that_fits_is_offered_and_said():
     assert rank_bill_of(adapter, 1).total < run.fleet.kind.memory_bytes
     assert rank_bill_of(adapter.without_adapter(), 1) == rank_bill_of(run, 1)
     assert adapter.published == adapter.model.trained.touched_parameters < run.published
+
+
+def test_devices_in_turns_hold_the_larger_of_engine_and_rank_and_hosts_hold_both():
+    apart = asked("qwen2.5-7b", devices="8", max_tokens_per_gpu=8192)
+    turns = with_train(apart, colocated=True, max_staleness=0)
+    split = Split(8, 8)
+    (rank, engine), (rank_too, engine_too) = (bills_of(each, split)[:2] for each in (apart, turns))
+    graphs = bills.memory.GRAPHS_BYTES
+    assert rank_too.bill.total == rank.bill.total + graphs
+    assert engine_too.bill.total == engine.bill.total
+    room = apart.fleet.kind.memory_bytes
+    assert max(rank_too.bill.total, engine_too.bill.total) <= room
+    assert rank.bill.total + engine.bill.total > room
+    parameters = apart.model.num_parameters
+    assert rank_too.bill.on_host - rank.bill.on_host == pytest.approx(12 * parameters / 8, rel=1e-3)
+    assert engine_too.bill.on_host - engine.bill.on_host == 2 * parameters
+    check_fits(turns)

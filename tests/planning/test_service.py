@@ -256,3 +256,13 @@ def test_a_7b_engine_decodes_as_its_roofline_says():
     assert rates.step_s == pytest.approx(2.3e-3 + weights_s)
     assert rates.per_sequence_s == pytest.approx(2 * 7.62e9 / (989e12 * 0.5))
     assert rates.per_kv_token_s == pytest.approx(2 * 28 * 512 * 2 / (3.35e12 * 0.8))
+
+
+def test_devices_in_turns_take_the_sum_of_both_and_of_their_handing_over():
+    turns = dataclasses.replace(PLAIN, colocated=True, turn_s=0.25)
+    for max_staleness in (0, 1):
+        steps = simulate(dataclasses.replace(turns, max_staleness=max_staleness))[3:-2]
+        found = mean(steps, lambda step: step.seconds)
+        assert found == pytest.approx(GENERATING + TRAINING + 2 * 0.25, rel=0.15)
+    apart = simulate(dataclasses.replace(PLAIN, max_staleness=1))[3:-2]
+    assert mean(apart, lambda step: step.seconds) < 1.2 * max(GENERATING, TRAINING)

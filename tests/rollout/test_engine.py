@@ -4,9 +4,11 @@ import asyncio
 import copy
 import dataclasses
 import json
+import os
 import re
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from engine_stack import (
@@ -47,6 +49,19 @@ def test_logprobs_are_those_of_transformers_before_and_after_an_update(stack):
             num_tokens = len(completion.token_ids)
             assert completion.weights_versions == (VersionSpan(version, 0, num_tokens),)
             assert stack.error_of(completion, version) <= TOLERANCE
+
+
+def test_an_engine_never_sees_what_is_written_for_the_next_update(stack):
+    stack.serve(FIRST)
+    staging = stack.engine._staging
+    before = os.stat(staging.path).st_ino
+    size = staging._file.size_bytes
+    staging._file.write(np.full(size // 2, 255, np.uint8), 0)  # NaN in half of the weights
+    assert stack.error_of(stack.generate()[0], FIRST) <= TOLERANCE
+    staging._file.write(np.full(size, 255, np.uint8), 0)
+    stack.serve(SECOND)
+    assert stack.error_of(stack.generate()[0], SECOND) <= TOLERANCE
+    assert os.stat(staging.path).st_ino == before, "one file serves all updates"
 
 
 def test_a_grammar_forces_the_tokens_and_one_that_cannot_be_is_refused(stack):
@@ -308,3 +323,33 @@ def test_what_has_changed_alone_brings_the_new_weights(stack):
     assert stack.error_of(completion, FIRST) > 100 * TOLERANCE
     stack.serve(FIRST)  # and whole ones are taken again
     assert stack.error_of(stack.generate(num_samples=1)[0], FIRST) <= TOLERANCE
+
+
+def test_a_sleeping_engine_holds_no_memory_and_serves_new_weights_when_it_wakes(stack):
+    """On a CPU its processes end, so that what was loaded is gone: only the folder's weights are.
+
+    Requests that run end with the tokens so far.
+    """
+    stack.serve(FIRST)
+
+    def engine_bytes():  # of other stacks of this process too
+        children = psutil.Process().children(recursive=True)
+        return sum(child.memory_info().rss for child in children)
+
+    async def scenario():
+        running = asyncio.create_task(
+            stack.engine.generate(make_request(max_tokens=500, prompt=LONG_PROMPT[:8], stop=()))
+        )
+        await until_all_have_tokens(stack.engine, 1)
+        await stack.engine.sleep()
+        cut = await running
+        return cut, engine_bytes(), stack.engine.is_dead, await stack.engine.wake()
+
+    awake = engine_bytes()
+    cut, asleep, is_dead, kept = stack.run(scenario())
+    assert {completion.finish_reason for completion in cut} == {"abort"}
+    assert awake - asleep > 400 << 20
+    assert not is_dead and not kept
+    stack.serve(SECOND)
+    for completion in stack.generate():
+        assert stack.error_of(completion, SECOND) <= TOLERANCE

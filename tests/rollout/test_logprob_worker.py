@@ -27,11 +27,15 @@ def folder(tmp_path_factory):
     """A model whose weights are neither FIRST nor SECOND."""
     folder = tmp_path_factory.mktemp("reference")
     tiny_model(tied=True, seed=0).save_pretrained(folder)
+    save_tokenizer(folder)
+    return str(folder)
+
+
+def save_tokenizer(folder):
     words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1, "<unk>": 2}, unk_token="<unk>"))
     PreTrainedTokenizerFast(
         tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
     ).save_pretrained(folder)
-    return str(folder)
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """Whatever was sent, the file holds the snapshot, or what is wrong with it is told."""
 
+import os
 from dataclasses import replace
 
 import numpy as np
@@ -111,8 +112,28 @@ def test_a_damaged_change_is_refused_and_all_is_fetched_the_next_time():
     assert_loads(staging, SECOND, NEW, num_bytes=SECOND.size_bytes)
 
 
-def test_weights_that_nothing_will_be_based_on_are_not_kept():
+def test_weights_that_nothing_is_based_on_are_sent_whole_into_the_same_memory():
     staging = StagedWeights()
     load(staging, replace(FIRST, is_base=False))
-    assert staging._file is None
+    before = os.stat(staging.path).st_ino
     assert_loads(staging, SECOND, NEW, num_bytes=SECOND.size_bytes)
+    assert os.stat(staging.path).st_ino == before
+    smaller = {"b": OLD["b"]}
+    assert_loads(staging, snapshot_of(3, smaller), smaller, num_bytes=14)
+
+
+def test_who_still_reads_a_file_whose_update_failed_never_sees_the_next_one():
+    staging = StagedWeights()
+    load(staging, FIRST)
+    staging.begin(SECOND)
+    staging.take(0, SECOND.buckets[0].delta.data)  # half of it
+    reader = np.memmap(staging.path, dtype=np.uint8, mode="r+")
+    before = reader.copy()
+    late = staging._file
+    staging.drop()
+    assert_loads(staging, THIRD, NEWER, num_bytes=THIRD.size_bytes)
+    with pytest.raises(WeightSyncError, match="Bad file descriptor"):
+        late.write(np.zeros(9, np.uint8), 0)  # a thread whose caller was cancelled
+    assert np.array_equal(reader, before)
+    data = np.memmap(staging.path, dtype=np.uint8, mode="c")
+    assert all(torch.equal(view_tensor(data, m), NEWER[m.name]) for m in THIRD.tensors)

@@ -51,6 +51,7 @@ def make_worker(engine):
     worker = object.__new__(GenerationWorker)  # the real __init__ starts vLLM
     worker._engine, worker._worker_id, worker._version = engine, "w", V0
     worker._loading, worker._answering = asyncio.Lock(), None
+    worker._is_asleep = False
 
     async def alive(call):
         return await call

@@ -48,7 +48,7 @@ class World(FakeCluster):
 
     hello = heard = hungry = None
 
-    def __init__(self, folder, *lives, stop=None):
+    def __init__(self, folder, *lives, stop=None, **options):
         super().__init__(Controller=lambda code: FakeActor(self))
         self.lives, self.told = list(lives), []
         self.failures = []  # of the next beginnings
@@ -57,13 +57,10 @@ class World(FakeCluster):
             rank=0, agree=int, on_main=lambda work: work(), share=lambda work: work()
         )
         config = TrainConfig(
-            model_name_or_path="m", data_path="d", stall_timeout_s=60.0, output_dir=str(folder)
-        )
-        learner = SimpleNamespace(
-            config=config,
-            algorithm=SimpleNamespace(teacher_need=None),
-            discard=lambda: self.told.append("discarded"),
-        )
+            model_name_or_path="m", data_path="d", stall_timeout_s=60.0, output_dir=str(folder),
+            **options,
+        )  # fmt: skip
+        learner = FakeLearner(config, self.told)
         announcements = SimpleNamespace(
             wait=lambda: self.told.append("waited"),
             repeat=lambda client: self.told.append(f"repeated to {client.run.epoch}"),
@@ -77,6 +74,9 @@ class World(FakeCluster):
         self.main.report = Report(self.told)
         self.stop = stop or Event()
         self.data = SampledData(self.ranks, learner, self.main, self, self.stop)
+
+    def rest(self, run):
+        self.told.append("engines rest")
 
     def begin_run(self, plan, witness, recorder):
         if self.failures:
@@ -95,6 +95,22 @@ class World(FakeCluster):
 
     def status(self, run):
         return SimpleNamespace(moves=(1, 2), problem="no worker is free")
+
+
+class FakeLearner:
+    def __init__(self, config, told):
+        self.config, self.told, self.parked = config, told, None
+        self.algorithm = SimpleNamespace(teacher_need=None)
+
+    def discard(self):
+        self.told.append("discarded")
+
+    def park(self):
+        self.parked = self.parked or self.told.append("parked") or True
+
+    def unpark(self):
+        if self.parked:
+            self.parked = self.told.append("unparked")
 
 
 class Report(Absent):
@@ -122,6 +138,26 @@ def test_before_any_end_of_a_step_the_run_begins_where_it_began(tmp_path):
     world = World(tmp_path, [ROUND, LOST], [ROUND])
     assert list(world.data) == [ROUND, ROUND]
     assert world.told[:3] == ["discarded", "waited", None]
+
+
+def test_ranks_leave_devices_that_are_had_in_turns_before_weights_wake_the_engines(tmp_path):
+    world = World(tmp_path, [ROUND, LOST], [ROUND], colocated=True)
+    world.data._unannounced = 0  # by `publish`
+    world.main.weights.announce = lambda client, batches: world.told.append("announced")
+    assert list(world.data) == [ROUND, ROUND]
+    before, again = world.told[:3], world.told[3:]
+    assert before == ["parked", "announced", "unparked"]
+    assert again[:3] == ["discarded", "parked", "waited"]
+    assert again[-3:] == ["repeated to 1", "recovered", "unparked"]
+
+
+def test_ranks_that_stop_while_engines_have_their_devices_take_these_before_they_save(tmp_path):
+    world = World(tmp_path, [PENDING], colocated=True)
+    world.data._unannounced = 0
+    world.main.weights.announce = lambda client, batches: world.told.append("announced")
+    world.stop.set()
+    assert list(world.data) == []
+    assert world.told == ["parked", "announced", "engines rest", "unparked"]
 
 
 def test_a_controller_that_is_lost_in_a_recovery_is_one_more_loss(tmp_path):

@@ -54,6 +54,27 @@ def test_a_worker_that_just_fits_is_taken():
     check_worker(WorkerInfo("e1", ENVIRONMENT, "node", 1, "", 0, 8.0, 0.0, 0), demand())
 
 
+def test_ranks_share_devices_in_turns_with_engines_that_sleep_alone():
+    turns = demand(devices=("GPU-0",), colocated=True)
+    check_worker(replace(WORKER, devices=("GPU-0",), sleeps=True), turns)
+    with pytest.raises(ConfigError, match="generation workers that can sleep, worker w1 cannot"):
+        check_worker(WORKER, turns)
+    with pytest.raises(ConfigError, match="have the same device GPU-0"):
+        check_worker(replace(WORKER, role="reference", devices=("GPU-0",)), turns)
+
+
+@pytest.mark.parametrize("engines", [("GPU-0",), ("GPU-0", "GPU-1")])
+def test_a_run_in_turns_begins_when_every_rank_s_device_has_an_engine(engines):
+    found = [replace(WORKER, worker_id=each, devices=(each,), sleeps=True) for each in engines]
+    turns = demand(devices=("GPU-0", "GPU-1"), colocated=True, worker_timeout_s=1e-9)
+    client = controller_client(members=lambda role: tuple(found))
+    if len(engines) == 2:
+        assert {each.worker_id for each in recruit(client, turns)} == {*engines}
+    else:
+        with pytest.raises(DeadlineError, match="within --worker-timeout-s"):
+            recruit(client, turns)
+
+
 @pytest.mark.parametrize(
     ("worker", "options", "sentence"),
     [

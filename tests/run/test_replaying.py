@@ -7,6 +7,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from learners import make_learner
 from oracle import make_config, oracle_twin, random_samples, sent, tiny_model
 
@@ -16,7 +18,10 @@ from async_grpo.run import replaying
 from async_grpo.run.replaying import find_checkpoint, read_record, replay_step
 from async_grpo.training.minibatch_codec import encode, frame, read_frames
 from async_grpo.training.minibatch_log import (
+    INTEGERS,
     LOG_FOLDER,
+    as_digest,
+    bit_sums,
     log_files,
     logged_minibatch,
     logged_steps,
@@ -44,10 +49,9 @@ def items():
     return found
 
 
-@pytest.fixture
-def recorded(tmp_path, items):
+def record(tmp_path, items, **options):
     """The folder of a run that has recorded these."""
-    learner = make_learner(tmp_path, learning_rate=1e-3)
+    learner = make_learner(tmp_path, learning_rate=1e-3, **options)
     config = learner.config
     log = MinibatchLog(config.recording, ALONE, first=0, options=config.options())
     learner.recorder.begin(log)
@@ -56,9 +60,14 @@ def recorded(tmp_path, items):
     return tmp_path
 
 
-def replayed(folder):
+@pytest.fixture
+def recorded(tmp_path, items):
+    return record(tmp_path, items)
+
+
+def replayed(folder, **options):
     """The first difference, and how many steps were trained again."""
-    learner = make_learner(folder / "elsewhere", learning_rate=1e-3)
+    learner = make_learner(folder / "elsewhere", learning_rate=1e-3, **options)
     steps = logged_steps(folder / LOG_FOLDER, rank=0, batches=range(2))
     for number, step in enumerate(steps, 1):
         if difference := replay_step(step, learner, ALONE):
@@ -93,6 +102,46 @@ def test_a_minibatch_that_was_changed_by_one_bit_is_named(recorded):
     place = "gradient step 3 (batch 1), round 1, rank 0: the "
     assert difference.startswith(place), difference
     assert number == 3
+
+
+def test_gradients_in_the_hosts_memory_are_read_once_a_step_and_compared_all_the_same(
+    tmp_path, items
+):
+    record(tmp_path, items, offload="parameters")
+    assert replayed(tmp_path, offload="parameters") == (None, NUM_STEPS)
+    digests = [
+        [logged_minibatch(each)[1].gradients for each in step.minibatches]
+        for step in logged_steps(tmp_path / LOG_FOLDER, rank=0, batches=range(2))
+    ]
+    assert all(first == 0 and last for first, last in digests)
+    (path,) = log_files(tmp_path / LOG_FOLDER)
+    records = [(each.facts, each.load()) for each in read_frames(path)]
+    sums = [facts["sums"] for facts, _ in records if facts["kind"] == "minibatch"]
+    sums[3]["gradients"] += 1
+    path.write_bytes(b"".join(frame(*each) for each in records))
+    difference, number = replayed(tmp_path, offload="parameters")
+    place = "gradient step 2 (batch 0), round 1, rank 0: the digest of summed gradients"
+    assert difference.startswith(place) and number == 2
+
+
+@given(
+    values=st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=9),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float64]),
+    start=st.integers(0, 3),
+    bit=st.integers(0, 15),
+)
+def test_a_digest_knows_every_bit_and_no_place_in_memory(values, dtype, start, bit):
+    size = dtype.itemsize
+    integers = INTEGERS[size]
+    bits = torch.tensor(values).to(integers)
+    place = torch.zeros(start + len(values), dtype=integers)
+    place[start:] = bits
+    digest = as_digest(bit_sums([bits.view(dtype)]))
+    assert as_digest(bit_sums([place[start:].view(dtype)])) == digest
+    for index in range(len(values)):
+        changed = bits.clone()
+        changed[index] ^= 1 << (bit if bit < 8 * size - 1 else 0)
+        assert as_digest(bit_sums([changed.view(dtype)])) != digest
 
 
 def test_another_order_of_two_minibatches_is_a_difference_in_the_first_of_them(recorded):

@@ -20,6 +20,7 @@ from async_grpo.training.fsdp import shard
 from async_grpo.training.ranks import Absent, Ranks
 from async_grpo.training.schedule import Clocks
 from async_grpo.types import PublishReport, WeightsAck
+from async_grpo.util.errors import WeightSyncError
 from async_grpo.weight_sync.buckets import unpack
 from async_grpo.weight_sync.publisher import Publisher
 
@@ -59,6 +60,8 @@ class World:
     def send(self, client, snapshot, tensors, *, timeout_s):
         """Over devices, whose tensors all ranks gather."""
         self.told.append(("device", snapshot.version.batches))
+        assert not snapshot.buckets, "nothing is stored yet"
+        assert len(snapshot.canary) == 2, "workers are told how the trainer scores it"
         self.over_devices.append({name: tensor.clone() for name, tensor in tensors})
 
     def _generation(self, snapshot):
@@ -213,3 +216,29 @@ def test_a_report_has_the_longest_pause_and_the_work_of_all_workers(tmp_path):
     assert not any("differ from" in message for message in main["logged"])
     (told,) = (message for message in main["logged"] if "of mixed weights" in message)
     assert "now of 7 tokens" in told
+
+
+def publish_infinite(rank):
+    """What is said on a rank, and what has left, of weights that one rank's rows spoil."""
+    config = make_config(weight_transport="nccl", mixed_precision="no")
+    policy = PolicyModel(tiny_model(tied=True))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    shard(policy, mesh)
+    step = SimpleNamespace(clocks=Clocks())
+    learner = SimpleNamespace(config=config, device=torch.device("cpu"), policy=policy, step=step)
+    world = World(error_nats=0.0)
+    main = OtherRank() if rank else world.main(config, on_synced=[].append)
+    ranks = Ranks(rank, dist.get_world_size(), learner.device, mesh)
+    with torch.no_grad():
+        policy.model.model.norm.weight.to_local()[:] = float("inf") if rank else 1.0
+    try:
+        SampledData(ranks, learner, main, FakeCluster(), None).publish(0)
+    except WeightSyncError as error:
+        return str(error), world.told
+    return "", world.told
+
+
+def test_weights_that_are_infinite_on_one_rank_leave_over_no_device(tmp_path):
+    for said, told in run_ranks(publish_infinite, num_ranks=2, folder=tmp_path):
+        assert f"'model.norm.weight' of version {INCARNATION}.0 is not" in said
+        assert told == []

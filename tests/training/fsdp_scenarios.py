@@ -435,6 +435,7 @@ def world(rank, *, source, target, models):
         "tied f64": one_step(rank, dtype=f64),
         "untied f64": one_step(rank, tied=False, dtype=f64),
         "checkpointing": one_step(rank, activation_checkpointing=True),
+        "one layer in two": one_step(rank, activation_checkpointing=2),
         "bf16": one_step(rank, mixed_precision="bf16"),
         "taught in bf16": taught_in_bf16(rank),
         "kept": one_step(rank, keep_gathered=True),

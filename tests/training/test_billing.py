@@ -32,20 +32,21 @@ def shard_with(free, monkeypatch, *, others=0, share=2, **options):
 
 
 @pytest.mark.parametrize(
-    ("options", "free", "others", "is_on"),
+    ("options", "free", "others", "one_in"),
     [
-        ({}, 1 << 40, 0, False),
-        ({}, 1 << 20, 0, True),
-        ({}, 1 << 40, 1, True),  # another rank has less
-        ({"activation_checkpointing": "off"}, 1 << 20, 1, False),
-        ({"activation_checkpointing": "on"}, 1 << 40, 0, True),
+        ({}, 1 << 40, 0, 0),
+        ({}, 1 << 20, 0, 1),
+        ({}, 1 << 40, 1, 2),  # another rank has less: the first of two layers
+        ({}, 1 << 40, 2, 1),
+        ({"activation_checkpointing": "off"}, 1 << 20, 1, 0),
+        ({"activation_checkpointing": "on"}, 1 << 40, 0, 1),
     ],
 )
 def test_checkpointing_follows_the_bill_unless_it_is_given(
-    options, free, others, is_on, sharded, monkeypatch
+    options, free, others, one_in, sharded, monkeypatch
 ):
     shard_with(free, monkeypatch, others=others, **options)
-    assert sharded["activation_checkpointing"] is is_on
+    assert sharded["activation_checkpointing"] == one_in
 
 
 def test_the_bill_is_logged_and_what_does_not_fit_has_a_remedy(sharded, monkeypatch, caplog):

@@ -117,6 +117,14 @@ def test_ranks_give_the_oracle_s_gradient_and_stay_equal(scenario, sync, ran):
 
 
 @pytest.mark.integration
+def test_a_gradient_is_the_same_to_the_bit_whichever_layers_recompute_their_activations(ran):
+    for others in zip(ran["tied"], ran["checkpointing"], ran["one layer in two"], strict=True):
+        every = [each["gradient"] for each in others]
+        for found in every[1:]:
+            assert all(torch.equal(found[name], every[0][name]) for name in every[0])
+
+
+@pytest.mark.integration
 @pytest.mark.parametrize(
     "scenario", ["kept", "kept untied f64", "kept checkpointing", "deferred kept"]
 )

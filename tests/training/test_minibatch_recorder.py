@@ -13,6 +13,7 @@ from learners import make_learner, make_minibatches, trained_step
 from oracle import make_config, make_row, sample_of_rows, sent
 
 from async_grpo.model.collate import collate
+from async_grpo.training.minibatch_codec import without_too_large
 from async_grpo.training.minibatch_log import suspected_minibatches
 from async_grpo.training.recorder import MAX_SUSPECTS, Recorder, StepWriter, Suspects
 from async_grpo.training.step import NON_FINITE
@@ -151,6 +152,9 @@ def test_states_and_logits_of_teachers_stay_behind(name, tmp_path):
     for sample in (*trained.minibatch.samples, *kept_in(tmp_path)[1][0].samples):
         assert set(sample.scores) == {"reference", "teacher"}
     assert all(name in sample.scores for sample in samples)  # which are trained yet
+    packed = replace(make_minibatches()[0], dense={name: torch.ones(1, 50)})
+    small, left_out = without_too_large(packed)
+    assert (small.dense, left_out) == ({}, [name])
 
 
 def test_only_the_suspects_of_the_step_are_kept(tmp_path):

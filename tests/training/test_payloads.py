@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracle import make_sample
 
+from async_grpo.model.collate import collate
 from async_grpo.training import stream
 from async_grpo.training.stream import MAX_LOSSES, fetch_payloads, with_payloads
 from async_grpo.types import EndOfStep, Minibatch, Ticket
@@ -89,9 +90,10 @@ def test_payloads_come_beside_the_scores_and_no_ticket_stays():
     assert client.fetches == [(deadlines.PAYLOADS_FETCHED_S, "the controller")]
     for index, taught in enumerate(found.samples):
         assert taught.tickets == ()
-        assert set(taught.scores) == {"teacher", "teacher.hidden", "teacher.tail"}
-        assert (taught.scores["teacher.hidden"] == 10 * index).all()
+        assert set(taught.scores) == {"teacher", "teacher.tail"}
         assert taught.scores["teacher.tail"].shape == (LENGTHS[index],)
+    hidden = [[10.0 * index] * 3 for index, length in enumerate(LENGTHS) for _ in range(length)]
+    assert found.dense["teacher.hidden"].tolist() == hidden
     assert found.round_index == 4
 
 
@@ -100,7 +102,8 @@ def test_what_is_lost_is_asked_for_again_and_nothing_else():
     found = fetched(client)
     assert client.asked == [(1, 6, [1]), (1, 6, [0, 2])]
     assert client.waits == [(STALL_S, "the controller")] * 2
-    values = [int(taught.scores["teacher.hidden"][0, 0]) for taught in found.samples]
+    firsts = np.cumsum((0, *LENGTHS[:-1]))
+    values = [int(value) for value in found.dense["teacher.hidden"][firsts, 0]]
     assert values == [2, 10, 22]  # of the answer that was asked for last
 
 
@@ -115,25 +118,23 @@ BITS = st.integers(0, 2**16 - 1)
 
 
 @given(st.lists(BITS, min_size=2, max_size=2))
-def test_the_bits_of_bfloat16_are_its_numbers(bits):
+def test_numbers_stay_in_the_type_they_came_in_to_the_bit(bits):
     array = np.array(bits, np.uint16)[:, None]
     item = Minibatch(0, (sample(0),))
-    (taught,) = with_payloads(item, [{"hidden": array}], teachers=[A]).samples
-    got = torch.from_numpy(taught.scores["teacher.hidden"])
-    expected = torch.from_numpy(array.copy()).view(torch.bfloat16).float()
-    assert got.dtype == torch.float32
-    assert torch.equal(got.view(torch.int32), expected.view(torch.int32))
+    taught = with_payloads(item, [{"hidden": array}], teachers=[A])
+    packed = collate(taught.samples, aggregation="sample-mean", dense=taught.dense)
+    got = packed.scores["teacher.hidden"]
+    assert got.dtype == torch.bfloat16
+    assert torch.equal(got.view(torch.int16), torch.from_numpy(array.view(np.int16)))
 
 
 def test_several_teachers_have_one_width_and_each_token_says_whose_it_is():
     item = minibatch(B, A, B)
     found = [payload_of(i, 1, width) for i, width in enumerate((4, 2, 4))]
-    taught = with_payloads(item, found, teachers=[A, B]).samples
-    widths = [each.scores["teacher.hidden"].shape for each in taught]
-    assert widths == [(2, 4), (3, 4), (1, 4)]
-    np.testing.assert_array_equal(
-        taught[1].scores["teacher.hidden"], [[11.0, 11.0, 0.0, 0.0]] * LENGTHS[1]
-    )
+    minibatch_taught = with_payloads(item, found, teachers=[A, B])
+    taught, hidden = minibatch_taught.samples, minibatch_taught.dense["teacher.hidden"]
+    assert hidden.shape == (sum(LENGTHS), 4)
+    assert hidden[2:5].tolist() == [[11.0, 11.0, 0.0, 0.0]] * LENGTHS[1]
     numbers = [each.scores["teacher.index"] for each in taught]
     assert [array.tolist() for array in numbers] == [[1, 1], [0, 0, 0], [1]]
     assert {array.dtype for array in numbers} == {np.dtype(np.int32)}
@@ -156,7 +157,7 @@ def test_a_rank_agrees_with_its_payloads_in_hand():
     ranks = rank_stream(client, agree=agree)
     item = next(ranks)
     assert seen == [(stream.READY, 2)]
-    assert all("teacher.hidden" in taught.scores for taught in item.samples)
+    assert len(item.dense["teacher.hidden"]) == sum(LENGTHS)
     assert next(ranks) is items[1]
 
 

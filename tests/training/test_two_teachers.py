@@ -33,17 +33,24 @@ def taught(numbers, kind, sizes, widths):
         columns = sizes[number] if kind == "hidden" else widths[number]
         rng = np.random.default_rng(ordinal)
         found.append({kind: rng.normal(size=(3, columns)).astype(np.float32)})
-    return with_payloads(Minibatch(0, tuple(samples)), found, teachers=NAMES).samples
+    return with_payloads(Minibatch(0, tuple(samples)), found, teachers=NAMES)
 
 
-def gradient(policy, config, samples, *, heads, kind):
+def only(number, minibatch):
+    """A minibatch of one of its samples, which have three tokens each."""
+    dense = {name: rows[3 * number :][:3] for name, rows in minibatch.dense.items()}
+    return replace(minibatch, samples=minibatch.samples[number:][:1], dense=dense)
+
+
+def gradient(policy, config, minibatch, *, heads, kind):
     algorithm = find_algorithm(config)
     terms = algorithm.teacher_terms(
         [Teacher(len(h.weight), h if kind == "hidden" else None) for h in heads]
     )
     policy.zero_grad()
     packed = collate(
-        samples,
+        minibatch.samples,
+        dense=minibatch.dense,
         aggregation=config.objective.aggregation,
         scores=algorithm.score_columns,
         scores_of_given=algorithm.scores_of_given,
@@ -78,9 +85,29 @@ def test_samples_of_two_teachers_give_the_sum_of_what_each_alone_gives(kind, siz
     ]
     policy = PolicyModel(tiny_model(tied=True, dtype=torch.float64))
     both = taught((0, 1), kind, sizes, widths)
-    alone = [taught((number,) * 2, kind, sizes, widths)[number:][:1] for number in (0, 1)]
+    alone = [only(number, taught((number,) * 2, kind, sizes, widths)) for number in (0, 1)]
     options = {"heads": heads, "kind": kind}
     total = gradient(policy, config, both, **options)
     parts = [gradient(policy, config, samples, **options) for samples in alone]
     assert all(part.norm() > 0 for part in parts)
     torch.testing.assert_close(sum(parts), total, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("kind", ["hidden", "logits"])
+@pytest.mark.parametrize("head_dtype", [torch.float32, torch.bfloat16])
+def test_payloads_of_bfloat16_train_to_the_bits_of_the_same_numbers_in_float32(kind, head_dtype):
+    config = make_config(
+        teacher_for="a=small,b=large",
+        gkd_coefficient=1.0,
+        reward_coefficient=0.0,
+        teacher_payload=kind,
+        ratio_mode="on_policy",
+    )
+    generator = torch.Generator().manual_seed(0)
+    heads = [Head(torch.randn(VOCAB_SIZE, 5, generator=generator).to(head_dtype))] * 2
+    policy = PolicyModel(tiny_model(tied=True))
+    wide = taught((0, 1), kind, (5, 5), (VOCAB_SIZE,) * 2)
+    narrow = replace(wide, dense={name: rows.bfloat16() for name, rows in wide.dense.items()})
+    wide = replace(wide, dense={name: rows.float() for name, rows in narrow.dense.items()})
+    found = [gradient(policy, config, each, heads=heads, kind=kind) for each in (narrow, wide)]
+    assert found[0].norm() > 0 and torch.equal(*found)

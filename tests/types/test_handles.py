@@ -25,7 +25,7 @@ from async_grpo.verification.pool import VerifierPool
 EVERY_WORKER = {"info", "ping", "abort_all"}
 DEVICE_TRANSPORT = {"open_route", "expect_weights", "receive_weights"}
 OF_ROLE = {
-    GenerationWorker: {"load_weights", "generate", *DEVICE_TRANSPORT},
+    GenerationWorker: {"load_weights", "generate", "sleep", *DEVICE_TRANSPORT},
     LogprobWorker: {"load_weights", "logprobs", "teach", "head", "join_express", "serve_express"},
     EnvironmentWorker: {"play"},
     JudgeWorker: {"answer"},

@@ -38,6 +38,23 @@ def test_every_sequence_is_read_once_and_every_trained_token_arrives(
     assert cells == 7 * sum(sum(trained) for _, trained in sequences)
 
 
+def test_ranks_of_sharded_teachers_read_once_what_those_of_whole_ones_read_each():
+    needs = [
+        [reading(64 * r + n, 10, [n % 3 > 0] * (1 + n % 7)) for n in range(64)] for r in range(4)
+    ]
+    whole, sharded = (plan_round(needs, teachers=mesh, width=64) for mesh in ((8, 8), (64, 1)))
+    assert len(whole) == len(sharded) == 64
+    once = sum(each.num_tokens for own in needs for each in own)
+    assert sum(work.num_tokens for work in whole) == 8 * once
+    assert sum(work.num_tokens for work in sharded) == once
+    assert max(work.num_tokens for work in sharded) <= 1.2 * once / 64
+    num_cells = 64 * sum(len(each.trained) for own in needs for each in own)
+    for rounds in (whole, sharded):
+        sends = rounds[0].sends(2)
+        assert sum(np.prod(send.shape) for send in sends) == num_cells
+        assert {send.target for send in sends} == {64, 65, 66, 67}
+
+
 def test_teachers_read_about_as_many_tokens_each():
     needs = [[reading(n, 10, [True] * (1 + n % 7)) for n in range(40)]]
     rounds = plan_round(needs, teachers=(3, 1), width=4)

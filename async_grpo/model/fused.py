@@ -1,0 +1,98 @@
+"""Liger's fused kernels in place of a model's norms, rotary embedding and activation.
+
+They take the place of methods of one model, and of names that transformers' module of its family
+has for the whole process. The loss stays ours.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.utils import is_liger_kernel_available
+
+from async_grpo.model.attention import HALF_TYPES, PACKED
+from async_grpo.model.collate import collate_pairs, to_device
+from async_grpo.model.loading import (
+    FOREIGN,
+    HALF_TOLERANCE,
+    TIMES_EAGER,
+    TOLERANCE,
+    VOCAB_SIZE,
+    probe_pairs,
+    small_model,
+)
+from async_grpo.model.policy import PolicyModel
+
+logger = logging.getLogger(__name__)
+OURS = {"cross_entropy": False, "fused_linear_cross_entropy": False}
+
+
+def fuse(model: PreTrainedModel) -> None:
+    """Have a model, which may be of meta tensors, compute by Liger's kernels."""
+    from transformers.integrations.liger import apply_liger_kernel
+
+    apply_liger_kernel(model, OURS)
+
+
+def fuses(config: PreTrainedConfig, *, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a model of this config may compute by Liger's kernels; else the log says why not."""
+    if reason := fault(config, device=device, dtype=dtype):
+        logger.warning(
+            "--use-liger-kernel: Liger's kernels %s, the model's own are used instead", reason
+        )
+    return not reason
+
+
+def fault(
+    config: PreTrainedConfig,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    give: Callable[[PreTrainedModel], None] = fuse,
+) -> str:
+    """What is wrong with the kernels that `give` gives to models of this config; "": nothing.
+
+    A small random model's packed scores and their gradient are compared, with it and without, with
+    those in float32. Afterwards its family is as it was.
+    """
+    if not is_liger_kernel_available():
+        return "are not installed (requirements/gpu-kernels.txt)"
+    model = small_model(config, attention=PACKED)
+    module = vars(sys.modules[type(model).__module__])
+    before = dict(module)
+    try:
+        exact = computed(model, device, torch.float32)
+        plain = computed(small_model(config, attention=PACKED), device, dtype)
+        model = small_model(config, attention=PACKED)
+        give(model)
+        if not any("forward" in vars(part) for part in model.modules()):
+            return f"know no {config.model_type}"
+        fused = computed(model, device, dtype)
+    except (*FOREIGN, ImportError, AssertionError) as error:  # of the code of kernels
+        return f"raise {error!r}"
+    finally:
+        module.update(before)
+    least = HALF_TOLERANCE if dtype in HALF_TYPES else TOLERANCE
+    for what, own, others, right in zip(("scores", "gradients"), fused, plain, exact, strict=True):
+        off_by, usual = ((each - right).norm() / right.norm() for each in (own, others))
+        if not off_by <= max(least, TIMES_EAGER * usual):
+            return f"are off by {off_by:.2g} of the {what}"
+    return ""
+
+
+def computed(
+    model: PreTrainedModel, device: torch.device, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """(scores [N] of a packed row, the gradient of their sum by all parameters), in float32."""
+    policy = PolicyModel(model.to(device, dtype).requires_grad_())
+    pairs = probe_pairs(VOCAB_SIZE)
+    row = to_device(collate_pairs(pairs, share_prompts=policy.shares_prompts), device)
+    scores = policy(row, temperature=1.0, chunk_size=3).logprobs
+    scores.sum().backward()
+    held = (each.grad for each in policy.parameters())
+    return scores.detach().float(), torch.cat([g.float().flatten() for g in held if g is not None])
