@@ -35,8 +35,6 @@ FLASH: dict[str, tuple[tuple[int, ...], Callable[[], object]]] = {
 WITHOUT_EFFECT = {
     "position_ids", "use_cache", "cu_seq_lens_k", "max_length_k", "output_router_logits", "seq_idx",
 }  # fmt: skip
-# With more tokens of whole sequences a token of the row, keys and values are not kept gathered.
-GATHERED_AGAIN = 2
 Borders = tuple[Tensor, Tensor]  # [S+1] int32 each: of the queries of sequences, and of their keys
 Heads = tuple[Tensor, Tensor, Tensor]  # query [1, A, T, D], key and value [1, K, T, D]
 HALF_TYPES = (torch.bfloat16, torch.float16)
@@ -128,6 +126,7 @@ def packed_attention(
     max_length_q: int | None = None,
     repeat_index: Tensor | None = None,
     first_index: Tensor | None = None,
+    gathers_again: bool = False,
     **others: object,
 ) -> tuple[Tensor, None]:
     """Causal attention within every sequence of a row; the signature is transformers'.
@@ -135,7 +134,8 @@ def packed_attention(
     query [1, A, T, D], key [1, K, T, D], value [1, K, T, E], cu_seq_lens_q [S+1] (absent: one).
     Where sequences share tokens that are in the row once, `repeat_index` [U] and `first_index` [T]
     map to the row of whole sequences and back (see PackedMinibatch): the new tokens of a sequence
-    attend to all of its tokens. With `softcap`, scores are
+    attend to all of its tokens, whose keys and values are gathered; with `gathers_again` they are
+    not kept so for the backward pass, which repeats the attention. With `softcap`, scores are
     softcap * tanh(score / softcap); with `s_aux` [A], the sinks, a share of each head's attention
     goes to nothing. With either all scores of one sequence are in memory at a time.
     Returns [1, T, A, E]. Raises ValueError for arguments that it does not support.
@@ -168,7 +168,7 @@ def packed_attention(
             return _varlen(heads, where, max_length_q, scaling, sliding_window)
         return _by_sequence(heads, where, scaling, sliding_window, scores)
 
-    if repeat_index is not None and len(repeat_index) > GATHERED_AGAIN * query.shape[2]:
+    if gathers_again:
         return checkpoint(attend, query, key, value, use_reentrant=False), None
     return attend(query, key, value), None
 
