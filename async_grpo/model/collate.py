@@ -51,7 +51,8 @@ def collate(
 
     The model reads a masked token, but it is not trained; a fully masked sample adds nothing to N.
     Tokens behind a sample's last trained one influence nothing and are left out of T. With
-    `share_prompts` a prompt of several samples is in the row once: the same sums by fewer products.
+    `share_prompts` what sequences begin with, prompt or output, is in the row once for all of them:
+    the same sums by fewer products.
     `scores`: {name: columns} that every sample must have (0: one value a token), and a filler gets.
     A given pair needs `scores_of_given` alone, and gets zeros for the others. `dense`: scores that
     are packed already, as `Minibatch.dense`. `dtype`: of weights and advantages. Raises ValueError
