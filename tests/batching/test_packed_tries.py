@@ -151,6 +151,12 @@ def test_questions_keep_together_where_that_does_not_unbalance_the_ranks():
     assert now <= 4 * alone
 
 
+def test_equal_answers_count_what_the_head_scores():
+    parts, items = of(numbered([make_sample([1, 2], [3] * 10) for _ in range(8)]))
+    rounds = pack_rounds(items, num_ranks=1, max_tokens=40)
+    assert computed([keys for [keys] in rounds], parts) == [(11, 30), (11, 30), (11, 20)]
+
+
 IDS = st.lists(st.integers(0, 1), min_size=1, max_size=7)
 ROWS = st.lists(st.tuples(IDS, IDS, st.integers(0, 2**7 - 1)), min_size=1, max_size=3)
 
