@@ -12,18 +12,21 @@ Places = NDArray[np.intp]  # of the tokens of one sequence, in the order of the 
 # The (first place, number of tokens) of each stretch of a sequence in which none parts or ends.
 Segments = tuple[tuple[int, int], ...]
 Ids = NDArray[np.integer]
+Keys = NDArray[np.generic]  # one a token, whose bytes sort as they do
 
 
 def as_keys(
     sequences: Iterable[tuple[Ids, NDArray[np.int16] | None]],
-) -> list[NDArray[np.void]]:
+) -> list[Keys]:
     """One key a token, which sort as ids do, of sequences of (ids [L], experts [<= L, K]).
 
     Computed with other experts a token is another one; where none are known, the model chooses.
     """
     sequences = list(sequences)
     width = max((known.shape[1] for _, known in sequences if known is not None), default=0)
-    keys = []
+    if not width:
+        return [ids.astype(">u4") for ids, _ in sequences]
+    keys: list[Keys] = []
     for ids, known in sequences:
         whole = np.full((len(ids), width), -1, np.int16)
         if known is not None:
@@ -34,7 +37,7 @@ def as_keys(
     return keys
 
 
-def places_of(keys: Sequence[NDArray[np.void]]) -> list[Places]:
+def places_of(keys: Sequence[Keys]) -> list[Places]:
     """The place of each token: new ones in the order of their first sequence.
 
     >>> [places.tolist() for places in places_of([np.array([5, 6, 7]), np.array([5, 6, 8, 9])])]
@@ -56,7 +59,7 @@ def places_of(keys: Sequence[NDArray[np.void]]) -> list[Places]:
     return places
 
 
-def _num_alike(one: NDArray[np.void], other: NDArray[np.void]) -> int:
+def _num_alike(one: Keys, other: Keys) -> int:
     """Entries at the beginning that two arrays have in common."""
     shorter = min(len(one), len(other))
     differ = one[:shorter] != other[:shorter]
