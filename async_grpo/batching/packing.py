@@ -26,7 +26,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from async_grpo.types import Sample
-from async_grpo.types.prefixes import Segments, as_keys, places_of, segments_of
+from async_grpo.types.prefixes import (
+    Segments,
+    as_keys,
+    places_of,
+    segments_of,
+    with_whole_prompts,
+)
 
 Key = tuple[int, ...]  # (ordinal, index in group, row)
 Bins = tuple[tuple[Key, ...], ...]  # the keys of each rank
@@ -163,12 +169,12 @@ def items_of(
 def _branches(parts: Sequence[Sample]) -> Sequence[Segments]:
     """The segments of each row; none where the trie is hardly smaller than with whole prompts."""
     rows = [part.episode.rows[0] for part in parts]
-    prompts = {row.prompt_token_ids.tobytes(): len(row.prompt_token_ids) for row in rows}
-    with_prompts = sum(prompts.values()) + sum(len(row.token_ids) for row in rows)
     whole = (np.concatenate([row.prompt_token_ids, row.token_ids]) for row in rows)
-    places = places_of(as_keys(zip(whole, (row.experts for row in rows), strict=True)))
+    keys = as_keys(zip(whole, (row.experts for row in rows), strict=True))
+    places = places_of(keys)
     num_tokens = 1 + max((int(each[-1]) for each in places), default=0)
-    return segments_of(places) if num_tokens <= WORTH * with_prompts else [()] * len(rows)
+    most = WORTH * with_whole_prompts(keys, (len(row.prompt_token_ids) for row in rows))
+    return segments_of(places) if num_tokens <= most else [()] * len(rows)
 
 
 def pack_round(items: Sequence[Item], *, num_ranks: int, max_tokens: int) -> PackedRound:

@@ -35,7 +35,7 @@ FLASH: dict[str, tuple[tuple[int, ...], Callable[[], object]]] = {
 WITHOUT_EFFECT = {
     "position_ids", "use_cache", "cu_seq_lens_k", "max_length_k", "output_router_logits", "seq_idx",
 }  # fmt: skip
-Borders = tuple[Tensor, Tensor]  # [S+1] int32 each: of the queries of sequences, and of their keys
+Borders = tuple[Tensor, Tensor]  # [S+1] int32 each: of the new tokens of sequences, and of all
 Heads = tuple[Tensor, Tensor, Tensor]  # query [1, A, T, D], key and value [1, K, T, D]
 HALF_TYPES = (torch.bfloat16, torch.float16)
 # `varlen_attn` accepts grouped heads; since torch 2.12 it needs a flag for them.
@@ -126,6 +126,7 @@ def packed_attention(
     max_length_q: int | None = None,
     repeat_index: Tensor | None = None,
     first_index: Tensor | None = None,
+    is_trie: bool = False,
     gathers_again: bool = False,
     **others: object,
 ) -> tuple[Tensor, None]:
@@ -133,9 +134,10 @@ def packed_attention(
 
     query [1, A, T, D], key [1, K, T, D], value [1, K, T, E], cu_seq_lens_q [S+1] (absent: one).
     Where sequences share tokens that are in the row once, `repeat_index` [U] and `first_index` [T]
-    map to the row of whole sequences and back (see PackedMinibatch): the new tokens of a sequence
-    attend to all of its tokens, whose keys and values are gathered; with `gathers_again` they are
-    not kept so for the backward pass, which repeats the attention. With `softcap`, scores are
+    map to the row of whole sequences and back (see PackedMinibatch), and all is gathered for whole
+    sequences; of an `is_trie` only keys and values need be, as only the new tokens of a sequence,
+    which no earlier one has, ask. With `gathers_again` nothing gathered is kept for the backward
+    pass, which repeats the attention. With `softcap`, scores are
     softcap * tanh(score / softcap); with `s_aux` [A], the sinks, a share of each head's attention
     goes to nothing. With either all scores of one sequence are in memory at a time.
     Returns [1, T, A, E]. Raises ValueError for arguments that it does not support.
@@ -151,11 +153,9 @@ def packed_attention(
     if cu_seq_lens_q is None or max_length_q is None:
         max_length_q = query.shape[2]
         cu_seq_lens_q = torch.tensor([0, max_length_q], dtype=torch.int32, device=query.device)
-    of_keys = of_queries = cu_seq_lens_q
-    if first_index is not None:  # of each sequence, those that no earlier one has
-        of_queries = torch.searchsorted(first_index, of_keys.to(first_index.dtype)).to(
-            of_keys.dtype
-        )
+    new = whole = cu_seq_lens_q
+    if first_index is not None:
+        new = torch.searchsorted(first_index, whole.to(first_index.dtype)).to(whole.dtype)
     is_plain = not softcap and s_aux is None  # the fused kernel has neither
     is_fused = query.device.type == "cuda" and query.dtype in HALF_TYPES and is_plain
     scores = None if is_plain else Scores(softcap, s_aux)
@@ -163,10 +163,16 @@ def packed_attention(
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if repeat_index is not None:
             key, value = (_tokens(tensor, repeat_index) for tensor in (key, value))
-        heads, where = (query, key, value), (of_queries, of_keys)
-        if is_fused:
-            return _varlen(heads, where, max_length_q, scaling, sliding_window)
-        return _by_sequence(heads, where, scaling, sliding_window, scores)
+        if repeat_index is not None and not (is_trie and is_fused):
+            query = _tokens(query, repeat_index)
+        heads = query, key, value
+        if not is_fused:
+            return _by_sequence(heads, (new, whole), scaling, sliding_window, scores, is_trie)
+        asking = new if is_trie else whole
+        output = _varlen(heads, (asking, whole), max_length_q, scaling, sliding_window)
+        if first_index is None or is_trie:
+            return output
+        return output.index_select(1, first_index)
 
     if gathers_again:
         return checkpoint(attend, query, key, value, use_reentrant=False), None
@@ -218,19 +224,25 @@ def _by_sequence(
     scaling: float | None,
     window: int | None,
     scores: Scores | None,
+    is_trie: bool,
 ) -> Tensor:
-    """One attention call a sequence, exact on every device and type, [1, T, A, E]."""
-    of_queries, of_keys = (borders.diff().tolist() for borders in cu_seqlens)
+    """One attention call a sequence, exact on every device and type, [1, T, A, E].
+
+    New tokens ask alone where they are less than half of a trie's sequence: a mask costs what
+    causality halves.
+    """
+    new, whole = (borders.diff().tolist() for borders in cu_seqlens)
     outputs = []
     # Projections lay tensors out token by token: cut and joined by tokens, nothing is reordered.
-    each = zip(heads, (of_queries, of_keys, of_keys), strict=True)
-    rows = (tensor.transpose(1, 2).split(lengths, dim=1) for tensor, lengths in each)
-    for parts in zip(*rows, strict=True):
+    rows = (tensor.transpose(1, 2).split(whole, dim=1) for tensor in heads)
+    for count, *parts in zip(new, *rows, strict=True):
         q, k, v = (part.transpose(1, 2) for part in parts)
-        if not q.shape[2]:  # all of it is part of an earlier sequence
+        if not count:  # all of it is part of an earlier sequence
             continue
+        if is_trie and 2 * count < q.shape[2]:
+            q = q[:, :, -count:]
         if scores:
-            outputs.append(_whole(q, k, v, scaling, window, scores))
+            outputs.append(_whole(q, k, v, scaling, window, scores)[:, -count:])
             continue
         # None: causality alone decides.
         is_whole = q.shape[2] == k.shape[2] and not (window and k.shape[2] > window)
@@ -244,7 +256,7 @@ def _by_sequence(
             scale=scaling,
             enable_gqa=q.shape[1] != k.shape[1],
         )
-        outputs.append(output.transpose(1, 2))
+        outputs.append(output.transpose(1, 2)[:, -count:])
     return torch.cat(outputs, dim=1)
 
 

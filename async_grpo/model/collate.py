@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from async_grpo.types import Experts, PackedMinibatch, Sample, token_weight
-from async_grpo.types.prefixes import as_keys, places_of
+from async_grpo.types.prefixes import as_keys, places_of, with_whole_prompts
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -144,15 +144,14 @@ def _pack(
     sequences = [_needed_tokens(row) for row in rows]
     lengths = np.array([len(sequence) for sequence in sequences])
     offsets = np.concatenate([[0], np.cumsum(lengths)])
-    if share_prompts:
-        keys = as_keys(zip(sequences, (row.experts for row in rows), strict=True))
-        places = places_of(keys)
-    else:
-        places = np.split(np.arange(offsets[-1]), offsets[1:-1])
+    keys = as_keys(zip(sequences, (row.experts for row in rows), strict=True))
+    whole = np.split(np.arange(offsets[-1]), offsets[1:-1])
+    places = places_of(keys) if share_prompts else whole
     repeat_index = np.concatenate(places)
     # numpy returns the first index of each value; the row is in the order of values.
     _, first_index = np.unique(repeat_index, return_index=True)
     is_shared = len(first_index) < len(repeat_index)
+    by_prompts = with_whole_prompts(keys, (len(row.prompt) for row in rows))
     counts = np.array([len(row.trained) for row in rows])
     positions = [
         place[len(row.prompt) - 1 + row.trained] for row, place in zip(rows, places, strict=True)
@@ -180,6 +179,7 @@ def _pack(
         ),
         repeat_index=_ids([repeat_index]) if is_shared else None,
         first_index=_ids([first_index]) if is_shared else None,
+        is_trie=is_shared and len(first_index) < by_prompts,
         experts=_experts(rows, lengths, first_index),
         num_rerouted=_num_rerouted(rows) if share_prompts else 0,
     )

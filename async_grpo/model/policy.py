@@ -88,6 +88,7 @@ class PolicyModel(nn.Module):
             repeat_index=packed.repeat_index,
             first_index=packed.first_index,
             gathers_again=gathers_again,
+            is_trie=packed.is_trie,
         ).last_hidden_state[0]
         # Some models keep the states between their layers in float32, whatever their type.
         return states.index_select(0, packed.logit_positions).to(self.head.weight.dtype)
@@ -163,7 +164,7 @@ class SequencesAlone:
 # What a packed row tells of its sequences, besides the tokens.
 OF_ROWS = (
     "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx",
-    "repeat_index", "first_index", "gathers_again",
+    "repeat_index", "first_index", "gathers_again", "is_trie",
 )  # fmt: skip
 
 

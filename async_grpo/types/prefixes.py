@@ -66,6 +66,17 @@ def _num_alike(one: Keys, other: Keys) -> int:
     return int(differ.argmax()) if differ.any() else shorter
 
 
+def with_whole_prompts(keys: Sequence[Keys], num_prompt: Iterable[int]) -> int:
+    """Tokens of a row in which sequences share whole prompts alone, each of so many tokens.
+
+    >>> with_whole_prompts([np.array([5, 6, 7]), np.array([5, 6, 7]), np.array([5, 8])], [2, 2, 2])
+    6
+    """
+    prompts = [key[:num] for key, num in zip(keys, num_prompt, strict=True)]
+    distinct = {prompt.tobytes(): len(prompt) for prompt in prompts}
+    return sum(map(len, keys)) - sum(map(len, prompts)) + sum(distinct.values())
+
+
 def segments_of(places: Sequence[Places]) -> list[Segments]:
     """The segments of each sequence, whose lengths add up to its own.
 

@@ -201,6 +201,7 @@ class PackedMinibatch:
     is_given: torch.Tensor | None = None  # [N] bool: not sampled but given; None: all were sampled
     repeat_index: torch.Tensor | None = None  # [U] int64, in [0, T); None: nothing is shared
     first_index: torch.Tensor | None = None  # [T] int64, in [0, U)
+    is_trie: bool = False  # sequences share more than whole prompts
     # [T, layers * chosen] int16, experts that the engine chose; -1: the model chooses. None: all.
     experts: torch.Tensor | None = None
     num_rerouted: int = 0  # prompts that stand here again, because other experts computed them
