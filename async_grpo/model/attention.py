@@ -133,13 +133,11 @@ def packed_attention(
     """Causal attention within every sequence of a row; the signature is transformers'.
 
     query [1, A, T, D], key [1, K, T, D], value [1, K, T, E], cu_seq_lens_q [S+1] (absent: one).
-    Where sequences share tokens that are in the row once, `repeat_index` [U] and `first_index` [T]
-    map to the row of whole sequences and back (see PackedMinibatch), and all is gathered for whole
-    sequences; of an `is_trie` only keys and values need be, as only the new tokens of a sequence,
-    which no earlier one has, ask. With `gathers_again` nothing gathered is kept for the backward
-    pass, which repeats the attention. With `softcap`, scores are
-    softcap * tanh(score / softcap); with `s_aux` [A], the sinks, a share of each head's attention
-    goes to nothing. With either all scores of one sequence are in memory at a time.
+    Where sequences share tokens, `repeat_index` [U] and `first_index` [T] map to the row of whole
+    sequences and back (see PackedMinibatch), which are gathered; in a trie, only what no earlier
+    sequence has asks. With `gathers_again` the backward pass gathers, and attends, again. With
+    `softcap`, scores are softcap * tanh(score / softcap); with `s_aux` [A], the sinks, a share of
+    each head's attention goes to nothing; with either, all scores of one sequence are in memory.
     Returns [1, T, A, E]. Raises ValueError for arguments that it does not support.
     """
     named = others.keys() - WITHOUT_EFFECT
@@ -155,28 +153,23 @@ def packed_attention(
         cu_seq_lens_q = torch.tensor([0, max_length_q], dtype=torch.int32, device=query.device)
     new = whole = cu_seq_lens_q
     if first_index is not None:
-        new = torch.searchsorted(first_index, whole.to(first_index.dtype)).to(whole.dtype)
-    is_plain = not softcap and s_aux is None  # the fused kernel has neither
-    is_fused = query.device.type == "cuda" and query.dtype in HALF_TYPES and is_plain
-    scores = None if is_plain else Scores(softcap, s_aux)
+        new = torch.searchsorted(first_index, whole.long(), out_int32=True)
+    scores = Scores(softcap, s_aux) if softcap or s_aux is not None else None
+    # The fused kernel has neither softcap nor sinks.
+    is_fused = query.device.type == "cuda" and query.dtype in HALF_TYPES and scores is None
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if repeat_index is not None:
             key, value = (_tokens(tensor, repeat_index) for tensor in (key, value))
-        if repeat_index is not None and not (is_trie and is_fused):
-            query = _tokens(query, repeat_index)
-        heads = query, key, value
+            query = query if is_trie and is_fused else _tokens(query, repeat_index)
+        heads, borders = (query, key, value), (new if is_trie or not is_fused else whole, whole)
         if not is_fused:
-            return _by_sequence(heads, (new, whole), scaling, sliding_window, scores, is_trie)
-        asking = new if is_trie else whole
-        output = _varlen(heads, (asking, whole), max_length_q, scaling, sliding_window)
-        if first_index is None or is_trie:
-            return output
-        return output.index_select(1, first_index)
+            return _by_sequence(heads, borders, scaling, sliding_window, scores, is_trie)
+        output = _varlen(heads, borders, max_length_q, scaling, sliding_window)
+        return output if first_index is None or is_trie else output.index_select(1, first_index)
 
-    if gathers_again:
-        return checkpoint(attend, query, key, value, use_reentrant=False), None
-    return attend(query, key, value), None
+    run = functools.partial(checkpoint, attend, use_reentrant=False) if gathers_again else attend
+    return run(query, key, value), None
 
 
 class Scores(NamedTuple):
