@@ -16,7 +16,7 @@ Legend: B bins.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from enum import Enum
 from itertools import accumulate
@@ -262,7 +262,7 @@ def _loosely(ordered: Sequence[Item], num_bins: int, max_tokens: int) -> list[_P
 
 def _by_question(items: Sequence[Item]) -> list[Item]:
     """The most costly questions first, and of each its rows along the branches of its trie."""
-    of_questions: Counter[int] = Counter()
+    of_questions: defaultdict[int, float] = defaultdict(float)
     for part in _distinct(items):
         of_questions[part.key[0]] += part.cost
 
@@ -293,7 +293,7 @@ def _place(ordered: Sequence[Item], num_bins: int, *, max_tokens: int, rule: _Ru
         if num_empty >= len(ordered) - index:  # no rank is without work
             fits_B &= room_B == max_tokens
         # Where all bins gain alike, the sum may round two costs to one.
-        by_B = cost_B + more_B if item.segments else cost_B
+        by_B: NDArray[np.number] = cost_B + more_B if item.segments else cost_B
         if rule is _Rule.TOGETHER:
             joins_B = fits_B & (tokens_B < item.num_tokens) & (cost_B < share)
             if joins_B.any():

@@ -16,7 +16,7 @@ Keys = NDArray[np.generic]  # one a token, whose bytes sort as they do
 
 
 def as_keys(
-    sequences: Iterable[tuple[Ids, NDArray[np.int16] | None]],
+    sequences: Iterable[tuple[Ids, Ids | None]],
 ) -> list[Keys]:
     """One key a token, which sort as ids do, of sequences of (ids [L], experts [<= L, K]).
 
