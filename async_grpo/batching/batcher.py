@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from async_grpo.batching.admission import StepKey, Turns
 from async_grpo.batching.evaluations import Evaluations
 from async_grpo.batching.ledger import FATES, Ledger
-from async_grpo.batching.packing import Item, Key, estimate_cost
+from async_grpo.batching.packing import Key, items_of
 from async_grpo.batching.pipeline import LENGTH_LIMIT, SlotPipeline
 from async_grpo.batching.records import BatcherPlan, Begin, Controls
 from async_grpo.batching.rounds import Outbox, Round, RoundFormer
@@ -168,7 +168,10 @@ class ExperienceBatcher:
         )
 
     def _finished(self, group: Group, step: StepKey) -> None:
-        fates = tuple(self._settle(sample, step) for sample in without_texts(group.samples))
+        samples = without_texts(group.samples)
+        fates = tuple(self._settle(sample, step) for sample in samples)
+        trained = (sample for sample in samples if sample.contributes)
+        self._offer([part for sample in trained for part in sample.parts()], step)
         self.log.write(group, batch=step.batch, fates=fates)
         for sample in group.left_out:
             self._ledger.settle(
@@ -190,11 +193,6 @@ class ExperienceBatcher:
 
     def _settle(self, sample: Sample, step: StepKey) -> str:
         if sample.contributes:
-            for part in sample.parts():
-                key, num_tokens = (part.ordinal, part.index, part.row), part.num_tokens
-                self._parts[key] = part
-                cost = estimate_cost(num_tokens, attention_ratio=self._plan.attention_ratio)
-                self._rounds.offer(step, item=Item(key, num_tokens, cost))
             return "trained"
         self._ledger.settle(
             sample.ordinal,
@@ -204,6 +202,16 @@ class ExperienceBatcher:
         )
         self._sums.count_denominator(step, sample)
         return "zero_contribution"
+
+    def _offer(self, parts: Sequence[Sample], step: StepKey) -> None:
+        items = items_of(
+            parts,
+            attention_ratio=self._plan.attention_ratio,
+            shares_prefixes=self._plan.shares_prefixes,
+        )
+        for part, item in zip(parts, items, strict=True):
+            self._parts[item.key] = part
+            self._rounds.offer(step, item=item)
 
     async def _send_rounds(self) -> None:
         while True:

@@ -82,6 +82,7 @@ class BatcherPlan:
     incarnation: int
     rules: GroupRules  # of the algorithm: they finish groups
     attention_ratio: float = DEFAULT_ATTENTION_RATIO  # tokens, see packing.attention_ratio
+    shares_prefixes: bool = False  # ranks compute what rows of a minibatch have in common once
     resume: ResumePoint | None = None  # None: from the first question
     # The environment of questions whose type has none of its own; None: they get one answer.
     environment: UserCode | None = None

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from async_grpo.batching.admission import FIRST_STEP, StepKey
-from async_grpo.batching.packing import Bins, Item, pack_round, pack_rounds, require_fit
+from async_grpo.batching.packing import Bins, Item, TokenCount, pack_round, pack_rounds, require_fit
 from async_grpo.types import Group, StreamItems
 
 if TYPE_CHECKING:
@@ -49,24 +49,30 @@ class _Ready:
     """The samples of one step that wait for a round."""
 
     items: deque[Item] = field(default_factory=deque)
-    num_tokens: int = 0  # of `items`
     planned: deque[Bins] = field(default_factory=deque)  # once complete
+    _count: TokenCount = field(default_factory=TokenCount)  # of `items`
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of `items`, each that several share once."""
+        return self._count.total
 
     def add(self, item: Item) -> None:
         self.items.append(item)
-        self.num_tokens += item.num_tokens
+        self._count.add(item)
 
     def take(self, num_tokens: int) -> list[Item]:
         """Remove and return the oldest samples, until they have `num_tokens` tokens."""
         taken, wanted = [], self.num_tokens - num_tokens
         while self.items and self.num_tokens > wanted:
             taken.append(self.items.popleft())
-            self.num_tokens -= taken[-1].num_tokens
+            self._count.remove(taken[-1])
         return taken
 
     def put_back(self, items: Sequence[Item]) -> None:
         self.items.extendleft(reversed(items))
-        self.num_tokens += sum(item.num_tokens for item in items)
+        for item in items:
+            self._count.add(item)
 
 
 @dataclass(eq=False, kw_only=True)

@@ -14,9 +14,7 @@ import numpy as np
 from async_grpo.batching.admission import StepKey
 from async_grpo.batching.packing import (
     DEFAULT_ATTENTION_RATIO,
-    Item,
-    Key,
-    estimate_cost,
+    items_of,
     pack_rounds,
 )
 from async_grpo.config.sampling_options import BatchingOptions
@@ -84,17 +82,15 @@ def pack_pairs(
 
     Ranks are balanced by `packing.estimate_cost` with the model's `attention_ratio`.
     """
-    samples: dict[Key, Sample] = {}
-    items = []
+    samples = []
     for ordinal, pair in pairs.items():
         question = Question(pair.prompt_token_ids, input="", answer=None, columns={})
-        sample = Sample(ordinal, 0, question, Episode.of_pair(pair), DEMONSTRATION, advantage=1.0)
-        key, num_tokens = (ordinal, 0, 0), sample.num_tokens
-        samples[key] = sample
-        cost = estimate_cost(num_tokens, attention_ratio=attention_ratio)
-        items.append(Item(key, num_tokens, cost))
+        episode = Episode.of_pair(pair)
+        samples.append(Sample(ordinal, 0, question, episode, DEMONSTRATION, advantage=1.0))
+    items = items_of(samples, attention_ratio=attention_ratio)
+    by_key = {item.key: sample for item, sample in zip(items, samples, strict=True)}
     rounds = pack_rounds(items, num_ranks=num_ranks, max_tokens=max_tokens)
-    return [[tuple(samples[key] for key in keys) for keys in bins] for bins in rounds]
+    return [[tuple(by_key[key] for key in keys) for keys in bins] for bins in rounds]
 
 
 def _end_of_step(step: StepKey, rounds: Sequence[PairRound], *, is_last: bool) -> EndOfStep:

@@ -17,6 +17,7 @@ import torch
 import torch.nn.attention
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 from transformers.utils import is_flash_attn_2_available
 
@@ -34,6 +35,7 @@ FLASH: dict[str, tuple[tuple[int, ...], Callable[[], object]]] = {
 WITHOUT_EFFECT = {
     "position_ids", "use_cache", "cu_seq_lens_k", "max_length_k", "output_router_logits", "seq_idx",
 }  # fmt: skip
+Borders = tuple[Tensor, Tensor]  # [S+1] int32 each: of the new tokens of sequences, and of all
 Heads = tuple[Tensor, Tensor, Tensor]  # query [1, A, T, D], key and value [1, K, T, D]
 HALF_TYPES = (torch.bfloat16, torch.float16)
 # `varlen_attn` accepts grouped heads; since torch 2.12 it needs a flag for them.
@@ -124,15 +126,18 @@ def packed_attention(
     max_length_q: int | None = None,
     repeat_index: Tensor | None = None,
     first_index: Tensor | None = None,
+    is_trie: bool = False,
+    gathers_again: bool = False,
     **others: object,
 ) -> tuple[Tensor, None]:
     """Causal attention within every sequence of a row; the signature is transformers'.
 
     query [1, A, T, D], key [1, K, T, D], value [1, K, T, E], cu_seq_lens_q [S+1] (absent: one).
-    Where sequences share a prompt that is in the row once, `repeat_index` [U] and `first_index` [T]
-    map to the row of whole sequences and back (see PackedMinibatch). With `softcap`, scores are
-    softcap * tanh(score / softcap); with `s_aux` [A], the sinks, a share of each head's attention
-    goes to nothing. With either all scores of one sequence are in memory at a time.
+    Where sequences share tokens, `repeat_index` [U] and `first_index` [T] map to the row of whole
+    sequences and back (see PackedMinibatch), which are gathered; in a trie, only what no earlier
+    sequence has asks. With `gathers_again` the backward pass gathers, and attends, again. With
+    `softcap`, scores are softcap * tanh(score / softcap); with `s_aux` [A], the sinks, a share of
+    each head's attention goes to nothing; with either, all scores of one sequence are in memory.
     Returns [1, T, A, E]. Raises ValueError for arguments that it does not support.
     """
     named = others.keys() - WITHOUT_EFFECT
@@ -146,16 +151,25 @@ def packed_attention(
     if cu_seq_lens_q is None or max_length_q is None:
         max_length_q = query.shape[2]
         cu_seq_lens_q = torch.tensor([0, max_length_q], dtype=torch.int32, device=query.device)
-    if repeat_index is not None:
-        query, key, value = (_tokens(tensor, repeat_index) for tensor in (query, key, value))
-    heads = (query, key, value)
-    is_plain = not softcap and s_aux is None  # the fused kernel has neither
-    if query.device.type == "cuda" and query.dtype in HALF_TYPES and is_plain:
-        output = _varlen(heads, cu_seq_lens_q, max_length_q, scaling, sliding_window)
-    else:
-        whole = None if is_plain else Scores(softcap, s_aux)
-        output = _by_sequence(heads, cu_seq_lens_q, scaling, sliding_window, whole)
-    return output if first_index is None else output.index_select(1, first_index), None
+    new = whole = cu_seq_lens_q
+    if first_index is not None:
+        new = torch.searchsorted(first_index, whole.long(), out_int32=True)
+    scores = Scores(softcap, s_aux) if softcap or s_aux is not None else None
+    # The fused kernel has neither softcap nor sinks.
+    is_fused = query.device.type == "cuda" and query.dtype in HALF_TYPES and scores is None
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if repeat_index is not None:
+            key, value = (_tokens(tensor, repeat_index) for tensor in (key, value))
+            query = query if is_trie and is_fused else _tokens(query, repeat_index)
+        heads, borders = (query, key, value), (new if is_trie or not is_fused else whole, whole)
+        if not is_fused:
+            return _by_sequence(heads, borders, scaling, sliding_window, scores, is_trie)
+        output = _varlen(heads, borders, max_length_q, scaling, sliding_window)
+        return output if first_index is None or is_trie else output.index_select(1, first_index)
+
+    run = functools.partial(checkpoint, attend, use_reentrant=False) if gathers_again else attend
+    return run(query, key, value), None
 
 
 class Scores(NamedTuple):
@@ -173,7 +187,7 @@ def _tokens(tensor: Tensor, index: Tensor) -> Tensor:
 
 
 def _varlen(
-    heads: Heads, cu_seqlens: Tensor, max_seqlen: int, scaling: float | None, window: int | None
+    heads: Heads, cu_seqlens: Borders, max_seqlen: int, scaling: float | None, window: int | None
 ) -> Tensor:
     """One fused CUDA kernel over all sequences, [1, T, A, E]."""
     from torch.nn.attention.varlen import varlen_attn  # imports CUDA kernels
@@ -186,8 +200,7 @@ def _varlen(
     look_back = -1 if window is None else window - 1
     output = varlen_attn(
         *rows,
-        cu_seqlens,
-        cu_seqlens,
+        *cu_seqlens,
         max_seqlen,
         max_seqlen,
         scale=scaling,
@@ -200,25 +213,33 @@ def _varlen(
 @torch.compiler.disable  # lengths differ in every row: compiling would never end
 def _by_sequence(
     heads: Heads,
-    cu_seqlens: Tensor,
+    cu_seqlens: Borders,
     scaling: float | None,
     window: int | None,
     scores: Scores | None,
+    is_trie: bool,
 ) -> Tensor:
-    """One attention call a sequence, exact on every device and type, [1, T, A, E]."""
-    lengths = cu_seqlens.diff().tolist()
+    """One attention call a sequence, exact on every device and type, [1, T, A, E].
+
+    New tokens ask alone where they are less than half of a trie's sequence: a mask costs what
+    causality halves.
+    """
+    new, whole = (borders.diff().tolist() for borders in cu_seqlens)
     outputs = []
     # Projections lay tensors out token by token: cut and joined by tokens, nothing is reordered.
-    rows = (tensor.transpose(1, 2).split(lengths, dim=1) for tensor in heads)
-    for parts in zip(*rows, strict=True):
+    rows = (tensor.transpose(1, 2).split(whole, dim=1) for tensor in heads)
+    for count, *parts in zip(new, *rows, strict=True):
         q, k, v = (part.transpose(1, 2) for part in parts)
+        if not count:  # all of it is part of an earlier sequence
+            continue
+        if is_trie and 2 * count < q.shape[2]:
+            q = q[:, :, -count:]
         if scores:
-            outputs.append(_whole(q, k, v, scaling, window, scores))
+            outputs.append(_whole(q, k, v, scaling, window, scores)[:, -count:])
             continue
         # None: causality alone decides.
-        mask = (
-            _causal_mask(q.shape[2], window, q.device) if window and q.shape[2] > window else None
-        )
+        is_whole = q.shape[2] == k.shape[2] and not (window and k.shape[2] > window)
+        mask = None if is_whole else _causal_mask(q.shape[2], k.shape[2], window, q.device)
         output = scaled_dot_product_attention(
             q,
             k,
@@ -228,7 +249,7 @@ def _by_sequence(
             scale=scaling,
             enable_gqa=q.shape[1] != k.shape[1],
         )
-        outputs.append(output.transpose(1, 2))
+        outputs.append(output.transpose(1, 2)[:, -count:])
     return torch.cat(outputs, dim=1)
 
 
@@ -240,8 +261,8 @@ def _whole(
     window: int | None,
     change: Scores,
 ) -> Tensor:
-    """Attention of one sequence, [1, L, A, E], with all of its scores [1, A, L, L]."""
-    groups, length = query.shape[1] // key.shape[1], query.shape[2]
+    """Attention of one sequence's last Q tokens, [1, Q, A, E], with all scores [1, A, Q, L]."""
+    groups, length = query.shape[1] // key.shape[1], key.shape[2]
     key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if change.softcap:
@@ -249,19 +270,21 @@ def _whole(
         scores = change.softcap * scores.tanh()
     else:
         scores = query @ key.transpose(2, 3) * scale
-    scores = scores.masked_fill(~_causal_mask(length, window, query.device), -torch.inf)
+    scores = scores.masked_fill(
+        ~_causal_mask(query.shape[2], length, window, query.device), -torch.inf
+    )
     if change.sinks is not None:
-        sinks = change.sinks.to(scores.dtype).view(1, -1, 1, 1).expand(1, -1, length, 1)
+        sinks = change.sinks.to(scores.dtype).view(1, -1, 1, 1).expand(1, -1, query.shape[2], 1)
         scores = torch.cat([scores, sinks], dim=-1)
     at_least_float32 = torch.promote_types(query.dtype, torch.float32)
     shares = scores.softmax(-1, dtype=at_least_float32)[..., :length]
     return (shares.to(query.dtype) @ value).transpose(1, 2)
 
 
-def _causal_mask(length: int, window: int | None, device: torch.device) -> Tensor:
-    """[length, length] bool: which keys a query attends to, `window` of them at most."""
-    everything = torch.ones(length, length, dtype=torch.bool, device=device)
-    return everything.tril().triu(1 - (window or length))
+def _causal_mask(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
+    """[queries, keys] bool: which keys each of the last tokens attends to, `window` at most."""
+    everything, first = torch.ones(queries, keys, dtype=torch.bool, device=device), keys - queries
+    return everything.tril(first).triu(first + 1 - (window or keys))
 
 
 AttentionInterface.register(PACKED, packed_attention)

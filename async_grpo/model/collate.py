@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from async_grpo.types import Experts, PackedMinibatch, Sample, token_weight
+from async_grpo.types.prefixes import as_keys, places_of, with_whole_prompts
 
 # The largest copy out of pinned memory, which torch keeps: not teachers' states and logits.
 PINNED_BYTES = 16 << 20
@@ -53,7 +54,8 @@ def collate(
 
     The model reads a masked token, but it is not trained; a fully masked sample adds nothing to N.
     Tokens behind a sample's last trained one influence nothing and are left out of T. With
-    `share_prompts` a prompt of several samples is in the row once: the same sums by fewer products.
+    `share_prompts` what sequences begin with, prompt or output, is in the row once for all of them:
+    the same sums by fewer products.
     `scores`: {name: columns} that every sample must have (0: one value a token), and a filler gets.
     A given pair needs `scores_of_given` alone, and gets zeros for the others. `dense`: scores that
     are packed already, as `Minibatch.dense`. `dtype`: of weights and advantages. Raises ValueError
@@ -150,11 +152,14 @@ def _pack(
     sequences = [_needed_tokens(row) for row in rows]
     lengths = np.array([len(sequence) for sequence in sequences])
     offsets = np.concatenate([[0], np.cumsum(lengths)])
-    places = _places(rows, lengths, share_prompts=share_prompts)
+    keys = as_keys(zip(sequences, (row.experts for row in rows), strict=True))
+    whole = np.split(np.arange(offsets[-1]), offsets[1:-1])
+    places = places_of(keys) if share_prompts else whole
     repeat_index = np.concatenate(places)
     # numpy returns the first index of each value; the row is in the order of values.
     _, first_index = np.unique(repeat_index, return_index=True)
     is_shared = len(first_index) < len(repeat_index)
+    by_prompts = with_whole_prompts(keys, (len(row.prompt) for row in rows))
     counts = np.array([len(row.trained) for row in rows])
     positions = [
         place[len(row.prompt) - 1 + row.trained] for row, place in zip(rows, places, strict=True)
@@ -182,9 +187,9 @@ def _pack(
         ),
         repeat_index=_ids([repeat_index]) if is_shared else None,
         first_index=_ids([first_index]) if is_shared else None,
+        is_trie=is_shared and len(first_index) < by_prompts,
         experts=_experts(rows, lengths, first_index),
-        num_rerouted=share_prompts
-        * (len({_key(row) for row in rows}) - len({row.prompt.tobytes() for row in rows})),
+        num_rerouted=_num_rerouted(rows) if share_prompts else 0,
     )
 
 
@@ -203,27 +208,10 @@ def _experts(
     return torch.from_numpy(whole[first_index])
 
 
-def _places(
-    rows: Sequence[_Row], lengths: NDArray[np.intp], *, share_prompts: bool
-) -> list[NDArray[np.intp]]:
-    """The place in the packed row of each token, one array a sequence."""
-    prompts: dict[bytes, NDArray[np.intp]] = {}  # places of prompts that are whole in the row
-    places, end = [], 0
-    for row, length in zip(rows, lengths, strict=True):
-        key = _key(row) if share_prompts and length >= len(row.prompt) else b""
-        prompt = prompts.get(key, np.arange(0))
-        place = np.concatenate([prompt, np.arange(end, end + length - len(prompt))])
-        if key:
-            prompts.setdefault(key, place[: len(row.prompt)])
-        end += length - len(prompt)
-        places.append(place)
-    return places
-
-
-def _key(row: _Row) -> bytes:
-    """Equal for equal prompts; computed with other experts it is another prompt."""
-    experts = b"" if row.experts is None else row.experts[: len(row.prompt)].tobytes()
-    return row.prompt.tobytes() + experts
+def _num_rerouted(rows: Sequence[_Row]) -> int:
+    """Prompts that are here again, because other experts computed them."""
+    prompts = as_keys((row.prompt, row.experts) for row in rows)
+    return len({key.tobytes() for key in prompts}) - len({row.prompt.tobytes() for row in rows})
 
 
 def _needed_tokens(row: _Row) -> NDArray[np.int32]:

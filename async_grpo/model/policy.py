@@ -6,6 +6,7 @@ arithmetic and memory follows from shapes alone: no weights are read.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,15 +40,10 @@ class PolicyModel(nn.Module):
         super().__init__()
         self.model = model
         self._rescaling = rescaling_of(model.config)
-        # Those that carry a state along a row: gated delta rules, Mamba and short convolutions all
-        # have a convolution of their own.
-        self._mixers = [
-            (layer, module)
-            for layer in self.layers
-            for module in layer.modules()
-            if any(isinstance(child, nn.Conv1d) for child in module.children())
-        ]
+        self._mixers = [(layer, each) for layer in self.layers for each in _mixers_of(layer)]
         self._sees_alone = False
+        # Where sequences share tokens: of so many in all, a layer keeps gathered keys and values.
+        self.gathered_tokens = sys.maxsize
         self.compile_logprobs = False  # compile what is computed of each chunk's logits
         self.routing = Routing.of(model)  # None: no mixture of experts
         self.adapter: LoraConfig | None = None  # what trains, where not all does
@@ -78,6 +74,8 @@ class PolicyModel(nn.Module):
             raise ValueError(f"prompts may be shared with {PACKED} attention only: collate without")
         if self.routing is not None:
             self.routing.begin(packed)
+        whole = packed.repeat_index
+        gathers_again = whole is not None and len(whole) > self.gathered_tokens
         states: Tensor = self.model.base_model(
             input_ids=packed.input_ids[None],
             position_ids=packed.position_ids[None],
@@ -89,6 +87,8 @@ class PolicyModel(nn.Module):
             seq_idx=_sequence_of(packed),
             repeat_index=packed.repeat_index,
             first_index=packed.first_index,
+            gathers_again=gathers_again,
+            is_trie=packed.is_trie,
         ).last_hidden_state[0]
         # Some models keep the states between their layers in float32, whatever their type.
         return states.index_select(0, packed.logit_positions).to(self.head.weight.dtype)
@@ -110,7 +110,7 @@ class PolicyModel(nn.Module):
 
     @property
     def shares_prompts(self) -> bool:
-        """Whether `forward` accepts minibatches in which samples share a prompt."""
+        """Whether `forward` accepts minibatches in which sequences share what they begin with."""
         packs = self._sees_alone or not self._mixers
         return packs and bool(self.model.config._attn_implementation == PACKED)
 
@@ -164,8 +164,20 @@ class SequencesAlone:
 # What a packed row tells of its sequences, besides the tokens.
 OF_ROWS = (
     "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx",
-    "repeat_index", "first_index",
+    "repeat_index", "first_index", "gathers_again", "is_trie",
 )  # fmt: skip
+
+
+def _mixers_of(module: nn.Module) -> list[nn.Module]:
+    """Those that carry a state along a row: gated delta rules, Mamba and short convolutions.
+
+    All of these have a convolution of their own.
+    """
+    return [
+        each
+        for each in module.modules()
+        if any(isinstance(child, nn.Conv1d) for child in each.children())
+    ]
 
 
 def _sequence_of(packed: PackedMinibatch) -> Tensor | None:
@@ -221,6 +233,7 @@ class ModelSize:
     frozen_parameters: int = 0  # of `num_parameters`, those that do not train
     frozen_head: int = 0  # of `head_parameters`
     windows: tuple[int, ...] = ()  # tokens that a token attends to at most, by windowed layer
+    has_states: bool = False  # some layers carry a state along a sequence
 
 
 ATTENDS = "sliding_attention"  # of a config without kinds of layers, if it has a window
@@ -254,6 +267,7 @@ def size_of(model: PreTrainedModel) -> ModelSize:
         frozen_parameters=round(body[False]) + frozen_head,
         frozen_head=frozen_head,
         windows=(window,) * kinds.count("sliding_attention") if window else (),
+        has_states=bool(_mixers_of(model)),
     )
 
 

@@ -31,9 +31,10 @@ from async_grpo.data.shards import StreamedRecords
 from async_grpo.data.table import PairTable
 from async_grpo.devices.current import device_id
 from async_grpo.model.model_folder import ModelFacts, check_model_folder
+from async_grpo.model.policy import read_size
 from async_grpo.run.data import Pairs, load_pairs, order_of, warn_of_few
 from async_grpo.run.main_rank import MainRank, OtherRank
-from async_grpo.run.preparation import hash_code, hash_contents, open_run, read_attention_ratio
+from async_grpo.run.preparation import attention_ratio_of, hash_code, hash_contents, open_run
 from async_grpo.run.report import Report
 from async_grpo.run.sampled_data import SampledData
 from async_grpo.run.watch import RunRecord, first_failure_recorded
@@ -265,7 +266,7 @@ class Demonstrations:
             stream_index=order.index,
             num_ranks=self._ranks.world_size,
             rank=self._ranks.rank,
-            attention_ratio=read_attention_ratio(config),
+            attention_ratio=attention_ratio_of(read_size(config.places.model_name_or_path)),
             first_batch=self._first_batch,
         )
         items = map(self._with_refused, items)

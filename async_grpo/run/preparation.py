@@ -28,9 +28,10 @@ from async_grpo.environments.chat.find import AUTO, find_renderer
 from async_grpo.environments.find import hash_files, users_environment
 from async_grpo.gateway.run_gateway import free_address, start_gateway
 from async_grpo.model.adapters import Adapter
+from async_grpo.model.attention import FLASH_2
 from async_grpo.model.foreign_folders import ADAPTER_CONFIG
 from async_grpo.model.model_folder import ModelFacts, check_model_folder, hash_model
-from async_grpo.model.policy import read_size
+from async_grpo.model.policy import ModelSize, read_size
 from async_grpo.run import data
 from async_grpo.run.companions import start_rules
 from async_grpo.run.journals import CONTROL_FILE, pending_after
@@ -267,7 +268,7 @@ def plan_run(
     resume: ResumePoint | None = None,
 ) -> BatcherPlan:
     """The plan of the run for the batcher; `sets`: {name: questions} of --eval."""
-    seed = config.data.infinite_sampler_seed
+    seed, size = config.data.infinite_sampler_seed, read_size(config.places.model_name_or_path)
     order = MixedOrder(
         sampled_share=config.teaching.gkd_lambda,
         questions=data.order_of(config, questions),
@@ -301,7 +302,9 @@ def plan_run(
         # this run's.
         incarnation=time.time_ns() // 1_000_000,
         rules=LocalRules(find_algorithm(config)),
-        attention_ratio=read_attention_ratio(config),
+        attention_ratio=attention_ratio_of(size),
+        # As `PolicyModel.shares_prompts` will say, but that states would be computed again.
+        shares_prefixes=config.memory.attention != FLASH_2 and not size.has_states,
         resume=resume,
         environment=users_environment(config.data.environment),
         environments=own_environments(config),
@@ -329,9 +332,8 @@ def environments_of_sets(config: TrainConfig) -> dict[str, UserCode | None]:
     }
 
 
-def read_attention_ratio(config: TrainConfig) -> float:
+def attention_ratio_of(size: ModelSize) -> float:
     """The cost of the model's attention for packing: see `batching.packing.attention_ratio`."""
-    size = read_size(config.places.model_name_or_path)
     return attention_ratio(
         num_parameters=size.num_parameters,
         num_layers=size.num_layers,

@@ -316,9 +316,10 @@ class Trainer:
     packing_efficiency = quotient(
         "packed_tokens", "budget_tokens", "fraction", "Packing efficiency"
     )
-    """how full rows are: prompt and output tokens by the token budget of all passes"""
-    data_tokens_per_second = quotient("packed_tokens", "seconds", "1/s", "Data tokens")
-    """these prompt and output tokens by wall clock"""
+    """how full rows are: tokens that are computed, what rows share once, by the token budget of all
+    passes"""
+    data_tokens_per_second = quotient("data_tokens", "seconds", "1/s", "Data tokens")
+    """prompt and output tokens of the rows by wall clock, shared ones with each of them"""
     trained_tokens_per_second = quotient("trained_tokens", "seconds", "1/s", "Trained tokens")
     """unmasked output tokens trained by wall clock"""
 

@@ -46,6 +46,7 @@ class Learner:
         """`policy` is sharded, on its device; `peak`: TFLOP/s of this rank's device."""
         self.config = config
         self.policy = policy
+        policy.gathered_tokens = config.batching.max_tokens_per_gpu  # as the bill counts
         self.device = ranks.device
         self.algorithm = find_algorithm(config)
         if policy.routing is None:
@@ -131,7 +132,8 @@ class Learner:
         self.step.count(
             num_fillers=not minibatch.samples,
             rerouted_prompts=packed.num_rerouted,
-            packed_tokens=sum(sample.num_tokens for sample in minibatch.samples),
+            packed_tokens=packed.input_ids.numel() if packed.num_rows else 0,
+            data_tokens=sum(sample.num_tokens for sample in minibatch.samples),
             budget_tokens=self.config.batching.max_tokens_per_gpu,
         )
         self.step.measure("model_tflop", training_flops(self._size, packed) / 1e12)

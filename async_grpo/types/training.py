@@ -180,9 +180,9 @@ class PackedMinibatch:
     Position `logit_positions[n]` of the packed row predicts `target_ids[n]`; per-token arrays of
     length N follow that order, sample after sample.
 
-    A prompt that several samples share may lie in the row once, with the first of them. Token u of
-    the whole sequences is then token `repeat_index[u]` of the row, and token t of the row is the
-    first time token `first_index[t]` of the whole sequences.
+    Sequences that begin alike may be a trie: what they share lies in the row once, with the first
+    of them. Token u of the whole sequences is then token `repeat_index[u]` of the row, and token t
+    of the row is the first time token `first_index[t]` of the whole sequences.
     """
 
     input_ids: torch.Tensor  # [T] int64
@@ -199,8 +199,9 @@ class PackedMinibatch:
     num_rows: int  # S, but 0 for a filler
     num_samples: int  # whose first row is here
     is_given: torch.Tensor | None = None  # [N] bool: not sampled but given; None: all were sampled
-    repeat_index: torch.Tensor | None = None  # [U] int64, in [0, T); None: no prompt is shared
+    repeat_index: torch.Tensor | None = None  # [U] int64, in [0, T); None: nothing is shared
     first_index: torch.Tensor | None = None  # [T] int64, in [0, U)
+    is_trie: bool = False  # sequences share more than whole prompts
     # [T, layers * chosen] int16, experts that the engine chose; -1: the model chooses. None: all.
     experts: torch.Tensor | None = None
     num_rerouted: int = 0  # prompts that stand here again, because other experts computed them

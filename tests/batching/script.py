@@ -39,6 +39,7 @@ class Script:
     slowest_s: float = 5.0
     loses_a_lease: bool = False
     max_rows: int = 1  # of a sample; more: an environment worker plays every group
+    shares_prefixes: bool = False  # its ranks compute what rows have in common once
 
     def chance(self, *key):
         """A number in [0, 1) that is always the same for the key."""

@@ -151,6 +151,7 @@ class Run:
             replacement=script.replacement,
             num_ranks=script.num_ranks,
             attention_ratio=ATTENTION_RATIO,
+            shares_prefixes=script.shares_prefixes,
             environment=ROWS if script.max_rows > 1 else None,
         )
         dump = Path(self.config.recording.output_dir) / self.config.recording.dump_samples_filename

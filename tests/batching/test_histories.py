@@ -15,6 +15,7 @@ from scripted_run import INCARNATION, QUESTIONS, Cluster, Run, make_config, spli
 
 from async_grpo.algorithms.find import find_algorithm
 from async_grpo.batching.ledger import FATES
+from async_grpo.model.collate import collate
 from async_grpo.types import Minibatch, WeightsVersion, tally
 
 few = st.frozensets(st.integers(0, 30), max_size=6)
@@ -78,6 +79,7 @@ def scripts(draw, references=REFERENCES):
         slowest_s=draw(st.sampled_from([0.0, 1.0, 30.0])),
         loses_a_lease=draw(st.booleans()),
         max_rows=1 if config.objective.use_ref_answers else draw(st.sampled_from([1, 1, 3])),
+        shares_prefixes=draw(st.booleans()),  # all outputs of a script begin alike
     )
     spared = range(0, batch_size * config.batching.num_training_batches, batch_size)
     assume(all(script.attempts(ordinal)[1] is not None for ordinal in spared))
@@ -154,6 +156,9 @@ def test_every_sample_has_one_fate_and_is_counted_once_in_any_history(script):
     for own in running.received:
         for minibatch in (item for item in own if isinstance(item, Minibatch)):
             num_tokens = sum(sample.num_tokens for sample in minibatch.samples)
+            if script.shares_prefixes:
+                options = {"aggregation": "token-mean", "share_prompts": True}
+                num_tokens = collate(minibatch.samples, **options).input_ids.numel()
             assert num_tokens <= config.batching.max_tokens_per_gpu
 
 

@@ -71,6 +71,20 @@ def test_a_sliding_window_is_float64s_but_for_rounding(window):
     assert numerics.distance(found, expected.flatten()) < ROUNDING
 
 
+@pytest.mark.parametrize("is_trie", [False, True])
+def test_a_shared_token_attends_as_in_whole_sequences(is_trie):
+    """Three sequences: the second goes on behind 100 tokens of the first, the third behind 130."""
+    segments = [150, 140, 135]
+    row = bf16_row(150 + 40 + 5)
+    places = [*range(150), *range(100), *range(150, 190), *range(130), *range(190, 195)]
+    repeat = torch.tensor(places, device=DEVICE)
+    first = torch.tensor([*range(150), *range(250, 290), *range(420, 425)], device=DEVICE)
+    whole = [tensor.index_select(2, repeat) for tensor in row]
+    expected = attend(whole, segments)[:, first]
+    got = attend(row, segments, repeat_index=repeat, first_index=first, is_trie=is_trie)
+    assert numerics.distance(numerics.flat([got]), expected.cpu().double().flatten()) < ROUNDING
+
+
 def test_a_sequence_does_not_depend_on_its_neighbours_by_a_single_bit():
     segments = [70, 33, 90]
     row = bf16_row(sum(segments))

@@ -130,6 +130,7 @@ def begin_run(controller, story, num_ranks, witness):
         sampling=SamplingContract(story.config.sampling.temperature, (1,), 64),
         num_ranks=num_ranks,
         incarnation=VERSION.incarnation,
+        shares_prefixes=True,
     )
     epoch = ray.get(controller.begin_run.remote(plan, witness, None), timeout=TIMEOUT_S)
     client = RunClient(Cluster(), controller, RunId(plan.incarnation, epoch))

@@ -59,6 +59,8 @@ def make_story(config, model):
     for ordinal, rewards in enumerate(REWARDS):
         prompt = rng.integers(VOCAB_SIZE, size=rng.integers(2, 10)).astype(np.int32)
         outputs = [rng.integers(VOCAB_SIZE, size=rng.integers(1, 24)) for _ in rewards]
+        if ordinal % 2:  # these begin as the first does, up to a token of its own each
+            outputs[1:] = [np.r_[outputs[0][: rng.integers(20)], o][:23] for o in outputs[1:]]
         own = [
             own_logprobs(twin, prompt, output, config.sampling.temperature) for output in outputs
         ]

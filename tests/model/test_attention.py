@@ -1,5 +1,6 @@
 """Packed attention against the formula, one sequence at a time."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -8,6 +9,7 @@ from model_families import family_config
 
 from async_grpo.model import attention, loading
 from async_grpo.model.attention import choose_attention, packed_attention
+from async_grpo.types.prefixes import places_of
 from async_grpo.util.errors import UnfitModel
 
 HEADS, KV_HEADS, SIZE = 4, 2, 8
@@ -71,6 +73,44 @@ def test_every_sequence_attends_as_if_alone(lengths, window, softcap, has_sinks,
     grads = [torch.autograd.grad(x.sin().sum(), leaves, retain_graph=True) for x in (got, expected)]
     for got_grad, expected_grad in zip(*grads, strict=True):
         torch.testing.assert_close(got_grad, expected_grad, rtol=1e-12, atol=1e-12)
+
+
+def indices(sequences):
+    """(places in the row of all tokens of the sequences, and which of these are there first)."""
+    places = np.concatenate(places_of([np.array(each) for each in sequences]))
+    return [torch.from_numpy(each) for each in (places, np.unique(places, return_index=True)[1])]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sequences=st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=9), min_size=1, max_size=6),
+    is_trie=st.booleans(),
+    gathers_again=st.booleans(),
+    window=st.none() | st.integers(1, 6),
+    softcap=st.sampled_from([None, 1.5]),
+    has_sinks=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_a_shared_token_attends_as_in_whole_sequences(
+    sequences, is_trie, gathers_again, window, softcap, has_sinks, seed
+):
+    """Where no trie is announced, by the same bits: then all tokens of whole sequences ask."""
+    repeat, first = indices(sequences)
+    row = [tensor.requires_grad_() for tensor in random_row(len(first), seed)]
+    sinks = random_row(HEADS, seed + 1)[0][0, :, 0, 0].requires_grad_() if has_sinks else None
+    options = {"sliding_window": window, "softcap": softcap, "s_aux": sinks}
+    lengths = list(map(len, sequences))
+    whole = [tensor.index_select(2, repeat) for tensor in row]
+    expected = attend(whole, lengths, **options)[:, first]
+    places = {"repeat_index": repeat, "first_index": first}
+    how = {"is_trie": is_trie, "gathers_again": gathers_again}
+    got = attend(row, lengths, **options, **places, **how)
+    assert is_trie or torch.equal(got, expected)
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+    leaves = [*row, sinks] if has_sinks else row
+    grads = [torch.autograd.grad(x.sin().sum(), leaves, retain_graph=True) for x in (got, expected)]
+    for got_grad, expected_grad in zip(*grads, strict=True):
+        torch.testing.assert_close(got_grad, expected_grad, rtol=1e-11, atol=1e-11)
 
 
 def test_a_row_without_boundaries_is_one_sequence():

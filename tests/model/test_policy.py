@@ -91,6 +91,34 @@ def test_shared_prompts_give_the_same_bits_again():
         assert all(torch.equal(*pair) for pair in zip(gradients[0], again, strict=True))
 
 
+def test_keys_and_values_of_more_whole_tokens_than_are_billed_are_gathered_again():
+    """The same bits; what is kept for the backward pass is then of the row's own tokens."""
+    rng = np.random.default_rng(0)
+    prompt = rng.integers(VOCAB_SIZE, size=60, dtype=np.int32)
+    pairs = [(prompt, rng.integers(VOCAB_SIZE, size=6, dtype=np.int32)) for _ in range(20)]
+    policy, found = PolicyModel(tiny_model(tied=True)), []
+    packed = collate_pairs(pairs, share_prompts=True)
+    num_whole = len(packed.repeat_index)
+    assert num_whole > 6 * len(packed.input_ids)
+    for policy.gathered_tokens in (num_whole, num_whole - 1):
+        policy.zero_grad()
+        kept = {}
+
+        def keep(tensor, kept=kept):
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            loss = policy(packed, temperature=1.0, chunk_size=64).logprobs.sum()
+        loss.backward()
+        found.append((sum(kept.values()), [each.grad.clone() for each in policy.parameters()]))
+    (most, first), (least, again) = found
+    assert all(torch.equal(*pair) for pair in zip(first, again, strict=True))
+    config = policy.model.config
+    width = 2 * config.num_key_value_heads * config.head_dim
+    assert most - least >= 0.9 * config.num_hidden_layers * num_whole * width * 4
+
+
 def test_other_attention_refuses_shared_prompts():
     model = tiny_model(tied=True)
     model.set_attn_implementation("sdpa")

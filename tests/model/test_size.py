@@ -120,7 +120,8 @@ def test_a_frozen_parameter_costs_four_and_a_trained_one_six():
 
 def test_a_shared_prompt_is_counted_once_and_a_filler_not_at_all():
     size = ModelSize(1000, 300, num_layers=3, attention_width=8, windows=(4,))
-    alone, first, second = ([make_sample([1, 2, 3], [4, 5])] for _ in range(3))
+    alone, first = ([make_sample([1, 2, 3], [4, 5])] for _ in range(2))
+    second = [make_sample([1, 2, 3], [6, 5])]
     one = collate(alone, aggregation="sample-mean")
     both = collate(first + second, aggregation="sample-mean", share_prompts=True)
     # 3 prompt tokens and one more are read (the last is only predicted): 1 + 2 + 3 + 4 pairs.

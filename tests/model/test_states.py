@@ -117,4 +117,5 @@ def test_the_probe_has_a_layer_of_each_kind_by_numbers_of_layers():
 def test_flops_are_of_layers_that_attend(family, layers):
     policy = one_at_a_time(family)
     assert size_of(policy.model).num_layers == layers
+    assert size_of(policy.model).has_states
     assert model_shape(policy).num_layers == 4

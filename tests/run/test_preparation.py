@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from model_families import family_config
 from oracle import tiny_model
 from peft import LoraConfig, get_peft_model
 from scripted_run import make_config
@@ -125,6 +126,20 @@ def test_every_other_slot_of_a_run_with_lambda_one_half_is_of_given_pairs(files)
     assert sorted(asked) == [f"use {n} 2 to make 3\n" for n in range(1, 6)]
     kinds = [pair.question.columns.get("dataset_type") for pair in pairs]
     assert kinds == [None, None, "sums", None, None, None, None]
+
+
+def test_beginnings_are_packed_once_where_every_layer_only_attends_by_our_own_kernel(files):
+    facts, states = check_model_folder(MODEL), files / "states"
+    family_config("lfm2").save_pretrained(states)
+
+    def shares(model=MODEL, **changes):
+        config = mixed_config(files, **changes).but(model_name_or_path=model)
+        tables = load_data(mixed_config(files), facts)
+        return plan_run(config, facts, *tables, num_ranks=1).shares_prefixes
+
+    assert shares()
+    assert not shares(attention="flash_attention_2")
+    assert not shares(model=str(states))
 
 
 def test_a_pair_that_does_not_fit_is_refused_with_its_line_before_anything_is_made(files):

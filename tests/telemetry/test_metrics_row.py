@@ -78,8 +78,8 @@ def test_numbers_of_a_known_step():
          "format_reward_sum": 1.0, "format_reward_samples": 4.0, "lag_sum": 4.0, "lag_max": 1.0,
          "sampled_samples": 8.0},
         {"loss_sum": 4.0, "entropy_sum": 50.0, "trained_tokens": 100.0, "clipped_tokens": 10.0,
-         "sampled_tokens": 100.0, "packed_tokens": 300.0, "budget_tokens": 400.0,
-         "mismatch_max": 0.01},
+         "sampled_tokens": 100.0, "packed_tokens": 300.0, "data_tokens": 300.0,
+         "budget_tokens": 400.0, "mismatch_max": 0.01},
         {"trained": 4, "zero_contribution": 4, "failed": 1},
         reasons={"failed: verification": 1, "discarded: lease revoked": 8},
     )  # fmt: skip

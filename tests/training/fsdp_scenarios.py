@@ -66,7 +66,7 @@ CHUNK_SIZE, VOCAB_SIZE, NUM_TOKENS = 8, 2000, 300
 def make_samples(model):
     """Five short samples and one that is longer than all the rest together."""
     rng = np.random.default_rng(3)
-    short = random_samples(rng, 5, model=oracle_twin(model))
+    short = random_samples(rng, 5, branching=0.9, model=oracle_twin(model))
     tokens = rng.integers(64, size=200)
     values = rng.normal(-3, 0.1, size=(2, 199))
     long = make_sample(

@@ -142,16 +142,31 @@ def random_samples(
     temperature: float = 1.0,
     one_prompt: bool = False,
     max_rows: int = 1,
+    branching: float = 0.0,
     model,
 ) -> list[Sample]:
-    """Samples whose behaviour and reference lie around the model's own log-probabilities."""
-    samples = []
+    """Samples whose behaviour and reference lie around the model's own log-probabilities.
+
+    `branching`: how often a row begins as an earlier one does, within its prompt or its output.
+    """
+    samples, earlier = [], []
     for ordinal in range(count):
         rows, own = [], []
         for number in range(rng.integers(1, max_rows + 1) if max_rows > 1 else 1):
             if number or not (one_prompt and samples):
                 prompt = rng.integers(VOCAB_SIZE, size=rng.integers(1, max_length))
+            if earlier and rng.random() < branching:
+                source = earlier[rng.integers(len(earlier))]
+                prompt = source[: rng.integers(1, len(source) + 1)]
             output = rng.integers(VOCAB_SIZE, size=rng.integers(1, max_length))
+            stems = [e[len(prompt) :] for e in earlier if np.array_equal(e[: len(prompt)], prompt)]
+            if stems and rng.random() < branching:
+                stem = stems[rng.integers(len(stems))]
+                output = np.concatenate([stem[: rng.integers(0, len(stem) + 1)], output])[
+                    : max_length - 1
+                ]
+            if branching:
+                earlier.append(np.concatenate([prompt, output]))
             plain = make_sample(prompt, output)
             scores = oracle_logprobs(model, plain, temperature=temperature).detach().numpy()
             mask = rng.random(len(output)) < 0.8

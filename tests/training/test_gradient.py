@@ -38,6 +38,7 @@ from oracle import (
 
 from async_grpo.algorithms.base import LocalRules
 from async_grpo.algorithms.find import find_algorithm
+from async_grpo.batching.packing import items_of, pack_rounds
 from async_grpo.config.objective import PRESET_NAMES
 from async_grpo.model.collate import collate
 from async_grpo.model.policy import PolicyModel, hf_named_parameters, trained_parameters
@@ -128,6 +129,7 @@ def make_groups(rng, *, num_groups, model, config):
             temperature=config.sampling.temperature,
             one_prompt=rng.random() < 0.8,
             max_rows=1 if has_sequence_terms(config) else 3,
+            branching=rng.choice([0.0, 0.7]),
             model=model,
         )
         groups.append(tuple(_verified(rng, sample) for sample in members))
@@ -210,7 +212,7 @@ def cut_into_parts(samples, start):
     return parts, starts if start is not None else None
 
 
-def partition(rng, indices, *, num_ranks):
+def partition(rng, samples, indices, *, num_ranks):
     """Minibatches by rank: the indices in any order, cut anywhere, with fillers between."""
     order = rng.permutation(indices).astype(int)
     cuts = np.sort(rng.integers(0, len(order) + 1, size=rng.integers(0, len(order) + 1)))
@@ -219,6 +221,15 @@ def partition(rng, indices, *, num_ranks):
     for part in parts:
         ranks[rng.integers(num_ranks)].append(part)
     return ranks
+
+
+def as_batched(rng, samples, indices, *, num_ranks):
+    """Minibatches by rank, of rows of one question, as the batcher packs what begins alike."""
+    rows = [replace(samples[index], ordinal=0, index=int(index)) for index in indices]
+    items = items_of(rows, attention_ratio=100.0, shares_prefixes=True)
+    budget = max((item.num_tokens for item in items), default=0) + int(rng.integers(0, 60))
+    rounds = pack_rounds(items, num_ranks=num_ranks, max_tokens=budget)
+    return [[[], *([key[1] for key in bins[rank]] for bins in rounds)] for rank in range(num_ranks)]
 
 
 def streamed(policy, samples, ranks, config, *, start=None, chunk_size):
@@ -285,7 +296,9 @@ def check_with(policy, twin, leaves, config, *, tolerance, seed, num_groups, num
     expected = {name: leaf.grad for name, leaf in leaves.items()}
     samples, start = cut_into_parts(samples, start)
     sent = [index for index, part in enumerate(samples) if part.contributes]
-    ranks = partition(rng, sent, num_ranks=num_ranks)
+    ranks = (partition if rng.random() < 0.5 else as_batched)(
+        rng, samples, sent, num_ranks=num_ranks
+    )
     loss, got = streamed(policy, samples, ranks, config, start=start, chunk_size=chunk_size)
     assert loss == pytest.approx(expected_loss.item(), rel=tolerance, abs=tolerance)
     assert relative_difference(got, expected) < tolerance

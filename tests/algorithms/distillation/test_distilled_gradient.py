@@ -117,7 +117,7 @@ def test_gradient_is_the_oracle_s_for_any_mixture_and_streaming(
     expected_loss.backward()
     expected = {name: parameter.grad for name, parameter in twin.named_parameters()}
     parts = [part for sample in samples for part in sample.parts()]
-    ranks = partition(rng, range(len(parts)), num_ranks=num_ranks)
+    ranks = partition(rng, parts, range(len(parts)), num_ranks=num_ranks)
     loss, got = gradient_of(
         MODELS[tied, dtype], parts, ranks, config, teachers, chunk_size=chunk_size
     )
