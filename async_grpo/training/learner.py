@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import repeat
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from async_grpo.algorithms.find import find_algorithm, users_algorithm
 from async_grpo.batching.supervised import pack_pairs
+from async_grpo.config.sampling_options import BatchingOptions
 from async_grpo.config.train_config import Settings, TrainConfig, with_settings
 from async_grpo.devices.bill import GIB, trainer_bill, with_checkpointing_if_needed
 from async_grpo.devices.current import free_bytes
@@ -29,8 +33,8 @@ from async_grpo.training.fsdp import Parked, compute_dtype, reshard, shard
 from async_grpo.training.meters import peak_tflops
 from async_grpo.training.ranks import Ranks
 from async_grpo.training.recorder import Recorder
-from async_grpo.training.step import GradientStep, StepResult
-from async_grpo.types import EndOfStep, Minibatch, Sample, TrainingPair
+from async_grpo.training.step import OLD, GradientStep, StepResult
+from async_grpo.types import EndOfStep, Minibatch, Sample, StreamItem, TrainingPair
 from async_grpo.util.run_folder import RUN_FILE
 
 logger = logging.getLogger(__name__)
@@ -55,6 +59,7 @@ class Learner:
             memory=config.memory, device=ranks.device,
         )  # fmt: skip
         self.recorder = Recorder(policy, self.step)
+        self._first_pass = FirstPass(config.batching) if config.batching.num_passes > 1 else None
         self.parked: Parked | None = None  # what others' use of the device has moved to the host
         self.settings: dict[str, object] = {}  # see `set`
         self._size = size_of(policy.model)
@@ -109,7 +114,7 @@ class Learner:
             minibatch.samples,
             aggregation=self.algorithm.aggregation,
             constant_length=self.config.objective.constant_length_samples,
-            scores=self.algorithm.score_columns,
+            scores=self.algorithm.score_columns | self.step.held_columns,
             scores_of_given=self.algorithm.scores_of_given,
             share_prompts=self.policy.shares_prompts,
             dense=minibatch.dense,
@@ -127,6 +132,8 @@ class Learner:
             moved = to_device(packed, self.device)
         self.step.accumulate(moved)
         self.recorder.keep(minibatch, packed)
+        if self._first_pass and not self.step.repeats:
+            self._first_pass.keep(minibatch)
         self.step.count(
             num_fillers=not minibatch.samples,
             rerouted_prompts=packed.num_rerouted,
@@ -145,6 +152,8 @@ class Learner:
         self.recorder.audit(end, number=number, by_tokens=by_tokens)
         if self._peak:
             self.step.measure("peak_tflops", self._peak)
+        if self._first_pass and not self.step.repeats:
+            self._first_pass.step_ended(end, self.step.olds)
         self.step.count(unrecorded_minibatches=self.recorder.take_lost())
         result = self.step.finish(
             self.denominator(end), num_samples=end.num_samples, num_tokens=end.num_tokens
@@ -179,10 +188,107 @@ class Learner:
         """Forget the minibatches of an unfinished step, which will all come again."""
         self.step.discard()
         self.recorder.discard()
+        if self._first_pass:
+            self._first_pass.discard()
+
+    def in_passes(
+        self,
+        items: Iterable[StreamItem],
+        *,
+        while_going: Callable[[Iterable[StreamItem]], Iterable[StreamItem]] = lambda again: again,
+    ) -> Iterator[StreamItem]:
+        """The items of a run, and behind those of each batch the same of its later passes.
+
+        Whoever iterates trains each item before the next. `while_going` may end a batch's later
+        passes early, on all ranks before the same item.
+        """
+        for item in items:
+            is_last = isinstance(item, EndOfStep) and item.is_last_of_batch
+            if not self._first_pass or not is_last:
+                yield item
+                continue
+            yield replace(item, is_last_of_batch=False)
+            yield from while_going(self._first_pass.again(item))
 
     def denominator(self, end: EndOfStep) -> int:
         """D of the aggregation (design, section 4)."""
         return end.num_tokens if self.algorithm.aggregation == "token-mean" else end.num_samples
+
+
+class FirstPass:
+    """The first pass over a batch, held in the host's memory for the later ones.
+
+    Each of these trains the same minibatches of this rank in the same steps, with the D and against
+    the tally that the batcher gave them: nothing is sent or asked for twice.
+    """
+
+    def __init__(self, batching: BatchingOptions) -> None:
+        self._batching = batching
+        self._steps: list[tuple[EndOfStep, list[Minibatch]]] = []
+        self._kept: list[Minibatch] = []  # of the current step
+
+    def keep(self, minibatch: Minibatch) -> None:
+        """Hold a minibatch of the current step."""
+        self._kept.append(minibatch)
+
+    def discard(self) -> None:
+        """Forget the minibatches of an unfinished step, which will all come again."""
+        self._kept = []
+
+    def step_ended(self, end: EndOfStep, olds: Sequence[Tensor]) -> None:
+        """Hold a step; `olds`: [N] a minibatch, see `GradientStep.olds`. Waits for the device."""
+        if not end.step_in_batch:
+            self._steps = []  # of the batch before, which a replay does not take
+        kept = zip(self._kept, olds or repeat(None), strict=False)
+        self._steps.append((end, [on_host(minibatch, old) for minibatch, old in kept]))
+        self._kept = []
+
+    def again(self, last: EndOfStep) -> Iterator[StreamItem]:
+        """Yield the items of all later passes; `last` ends the batch, as the batcher made it.
+
+        Later ends count what is trained again, and describe it as the first one did; what became of
+        other samples, and what has passed meanwhile, is told once.
+        """
+        steps, self._steps = self._steps, []
+        per_pass, per_batch = self._batching.steps_per_pass, self._batching.steps_per_batch
+        for number in range(per_pass, per_batch):
+            end, minibatches = steps[number % per_pass]
+            yield from minibatches
+            is_last, num_sent = number + 1 == per_batch, sum(each.num_samples for each in end.sent)
+            yield EndOfStep(
+                end.batch,
+                number,
+                is_last_of_batch=is_last,
+                num_samples=end.num_samples,
+                num_tokens=end.num_tokens,
+                incarnation=end.incarnation,
+                sent=end.sent,
+                fates={"trained": num_sent, "zero_contribution": end.num_samples - num_sent},
+                sums=end.sums,
+                resume=last.resume if is_last else None,
+                controls=last.controls if is_last else (),
+                settings=last.settings if is_last else {},
+            )
+
+
+def on_host(minibatch: Minibatch, old: Tensor | None) -> Minibatch:
+    """The minibatch in memory of this process alone, with `old` [N] among its scores.
+
+    Until it is copied, what teachers sent lies in Ray's object store, or on the device.
+    """
+    samples = []
+    parts = minibatch.parts()
+    lengths = [part.episode.rows[0].num_trained_tokens for part in parts]
+    olds = repeat(None) if old is None else old.cpu().split(lengths)
+    for part, own in zip(parts, olds, strict=False):
+        scores = {name: values.copy() for name, values in part.scores.items()}
+        if own is not None:
+            (row,) = part.episode.rows
+            scores[OLD] = np.zeros(len(row.token_ids), np.float32)
+            scores[OLD][row.loss_mask] = own.numpy()
+        samples.append(replace(part, scores=scores))
+    dense = {name: values.cpu() for name, values in minibatch.dense.items()}
+    return replace(minibatch, samples=tuple(samples), dense=dense)
 
 
 def shard_as_billed(policy: PolicyModel, config: TrainConfig, ranks: Ranks) -> None:
