@@ -6,9 +6,11 @@ import pytest
 import torch
 from oracle import tiny_model
 
+from async_grpo.algorithms.find import find_algorithm
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.model.policy import PolicyModel
 from async_grpo.training import learner
+from async_grpo.training.billing import as_billed
 
 
 @pytest.fixture
@@ -71,3 +73,16 @@ def test_where_each_rank_holds_the_model_more_of_them_are_no_remedy(
     for held in ("master weights: 4 P / 1 ranks", "gradients: 4 P / 1", f"moments: {moments}"):
         assert held in caplog.text
     assert "lower it, give --fsdp-sharding-strategy FULL_SHARD, or give --offload" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "keeps"),
+    [({"num_passes": 2}, False), ({"num_passes": 2, "train_minibatch_size": 8}, True)],
+)
+def test_passes_of_one_step_are_billed_no_copy_of_the_old_policy(options, keeps):
+    config = TrainConfig(model_name_or_path="m", data_path="d", **options)
+    billed = as_billed(
+        config.memory, find_algorithm(config), tokens=64, num_ranks=1, shard_ranks=1,
+        number_bytes=4,
+    )  # fmt: skip
+    assert billed.keeps_old_policy is keeps
