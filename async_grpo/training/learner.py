@@ -203,12 +203,11 @@ class Learner:
         passes early, on all ranks before the same item.
         """
         for item in items:
-            is_last = isinstance(item, EndOfStep) and item.is_last_of_batch
-            if not self._first_pass or not is_last:
+            if self._first_pass and isinstance(item, EndOfStep) and item.is_last_of_batch:
+                yield replace(item, is_last_of_batch=False)
+                yield from while_going(self._first_pass.again(item))
+            else:
                 yield item
-                continue
-            yield replace(item, is_last_of_batch=False)
-            yield from while_going(self._first_pass.again(item))
 
     def denominator(self, end: EndOfStep) -> int:
         """D of the aggregation (design, section 4)."""
