@@ -129,7 +129,8 @@ def _first_pass(asked: Asked, num_ranks: int) -> Line:
     """A rank's share of a batch that is held for its later passes, if all outputs are longest."""
     train, needs = asked.train, find_algorithm(asked.train).needs
     payload = next((need.payload for need in needs if need.payload), None)
-    token = HELD_BYTES + sum(FLOAT32 * max(1, need.num_columns) for need in needs)
+    token = HELD_BYTES + FLOAT32 * train.trainer_scores_reference
+    token += sum(FLOAT32 * max(1, need.num_columns) for need in needs)
     token += payload is not None and max(
         payload.bytes_per_token(hidden=size * model.hidden, logits=size * model.vocab_size)
         for number, model in asked.worker_models.items()

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import repeat
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +32,7 @@ from async_grpo.training.fsdp import Parked, compute_dtype, reshard, shard
 from async_grpo.training.meters import peak_tflops
 from async_grpo.training.ranks import Ranks
 from async_grpo.training.recorder import Recorder
-from async_grpo.training.step import OLD, GradientStep, StepResult
+from async_grpo.training.step import GradientStep, StepResult
 from async_grpo.types import EndOfStep, Minibatch, Sample, StreamItem, TrainingPair
 from async_grpo.util.run_folder import RUN_FILE
 
@@ -153,7 +152,7 @@ class Learner:
         if self._peak:
             self.step.measure("peak_tflops", self._peak)
         if self._first_pass and not self.step.repeats:
-            self._first_pass.step_ended(end, self.step.olds)
+            self._first_pass.step_ended(end, self.step.held_scores)
         self.step.count(unrecorded_minibatches=self.recorder.take_lost())
         result = self.step.finish(
             self.denominator(end), num_samples=end.num_samples, num_tokens=end.num_tokens
@@ -227,19 +226,20 @@ class FirstPass:
         self._kept: list[Minibatch] = []  # of the current step
 
     def keep(self, minibatch: Minibatch) -> None:
-        """Hold a minibatch of the current step."""
-        self._kept.append(minibatch)
+        """Hold a minibatch of the current step; what came by the device leaves it."""
+        dense = {name: values.cpu() for name, values in minibatch.dense.items()}
+        self._kept.append(replace(minibatch, dense=dense))
 
     def discard(self) -> None:
         """Forget the minibatches of an unfinished step, which will all come again."""
         self._kept = []
 
-    def step_ended(self, end: EndOfStep, olds: Sequence[Tensor]) -> None:
-        """Hold a step; `olds`: [N] a minibatch, see `GradientStep.olds`. Waits for the device."""
+    def step_ended(self, end: EndOfStep, scores: Sequence[Mapping[str, Tensor]]) -> None:
+        """Hold a step; `scores`: see `GradientStep.held_scores`. Waits for the device."""
         if not end.step_in_batch:
             self._steps = []  # of the batch before, which a replay does not take
-        kept = zip(self._kept, olds or repeat(None), strict=False)
-        self._steps.append((end, [on_host(minibatch, old) for minibatch, old in kept]))
+        kept = zip(self._kept, scores, strict=True)
+        self._steps.append((end, [on_host(minibatch, own) for minibatch, own in kept]))
         self._kept = []
 
     def again(self, last: EndOfStep) -> Iterator[StreamItem]:
@@ -270,24 +270,23 @@ class FirstPass:
             )
 
 
-def on_host(minibatch: Minibatch, old: Tensor | None) -> Minibatch:
-    """The minibatch in memory of this process alone, with `old` [N] among its scores.
+def on_host(minibatch: Minibatch, scores: Mapping[str, Tensor]) -> Minibatch:
+    """The minibatch in memory of this process alone, with further `scores` [N] of its samples.
 
-    Until it is copied, what teachers sent lies in Ray's object store, or on the device.
+    Until they are copied, those that teachers sent lie in Ray's object store.
     """
-    samples = []
     parts = minibatch.parts()
     lengths = [part.episode.rows[0].num_trained_tokens for part in parts]
-    olds = repeat(None) if old is None else old.cpu().split(lengths)
-    for part, own in zip(parts, olds, strict=False):
-        scores = {name: values.copy() for name, values in part.scores.items()}
-        if own is not None:
-            (row,) = part.episode.rows
-            scores[OLD] = np.zeros(len(row.token_ids), np.float32)
-            scores[OLD][row.loss_mask] = own.numpy()
-        samples.append(replace(part, scores=scores))
-    dense = {name: values.cpu() for name, values in minibatch.dense.items()}
-    return replace(minibatch, samples=tuple(samples), dense=dense)
+    columns = {name: values.cpu().split(lengths) for name, values in scores.items()}
+    samples = []
+    for number, part in enumerate(parts):
+        (row,) = part.episode.rows
+        own = {name: values.copy() for name, values in part.scores.items()}
+        for name, column in columns.items():
+            own[name] = np.zeros(len(row.token_ids), np.float32)
+            own[name][row.loss_mask] = column[number].numpy()
+        samples.append(replace(part, scores=own))
+    return replace(minibatch, samples=tuple(samples))
 
 
 def shard_as_billed(policy: PolicyModel, config: TrainConfig, ranks: Ranks) -> None:

@@ -141,9 +141,8 @@ class GradientStep:
         self._maxima: dict[str, Tensor] = {}
         self.losses: list[Tensor] = []  # [] each, of the current step's minibatches
         self.terms: list[TokenTerms] = []  # of the current step's minibatches
-        # [N] each, of the same minibatches under the policy at the start of the batch; empty where
-        # no later pass reads them.
-        self.olds: list[Tensor] = []
+        # Of the same minibatches, what later passes do not compute again: {name of the score: [N]}.
+        self.held_scores: list[dict[str, Tensor]] = []
         self._counts: defaultdict[str, float] = defaultdict(float)
         self._meters: defaultdict[str, float] = defaultdict(float)
 
@@ -153,7 +152,7 @@ class GradientStep:
         packed = replace(packed, scores={**packed.scores, **earlier})
         own = self._by_own_experts(packed)
         scored = self._policy(packed, **self._setting, terms=self.head_terms)
-        if self._first_policy and REFERENCE not in earlier:  # it is this policy
+        if self._first_policy and REFERENCE not in packed.scores:  # it is this policy
             scores = {**packed.scores, REFERENCE: scored.logprobs.detach()}
             packed = replace(packed, scores=scores)
         if self.keeps_terms:
@@ -165,8 +164,9 @@ class GradientStep:
         if self.keeps_terms:
             logprobs = scored.logprobs
             self.terms.append(TokenTerms(logprobs.detach(), old, logprobs.grad))
-        if self._batch_start and self._batching.num_passes > 1:
-            self.olds.append(scored.logprobs.detach() if old is None else old)
+        if self._batching.num_passes > 1:
+            known = {OLD: scored.logprobs.detach(), **packed.scores}
+            self.held_scores.append({name: known[name] for name in self._own_scores})
         loss, entropy = result.loss.detach(), scored.entropy.detach()
         sums = {"loss_sum": loss, "entropy_sum": entropy.sum(), **result.sums}
         maxima: dict[str, Tensor] = {}
@@ -193,7 +193,7 @@ class GradientStep:
         found = {}
         if self._batch_start and self._batch_start.has_moved and not self.repeats:
             found[OLD] = self._batch_start.logprobs(packed, **self._setting)
-        if self._first_policy and self.clocks.steps:
+        if self._first_policy and self.clocks.steps and not self.repeats:
             found[REFERENCE] = self._first_policy.logprobs(packed, **self._setting)
         return found
 
@@ -205,7 +205,13 @@ class GradientStep:
     @property
     def held_columns(self) -> dict[str, int]:
         """{name in `packed.scores`: columns} of what the first pass has held for this step."""
-        return {OLD: 0} if self._batch_start and self.repeats else {}
+        return dict.fromkeys(self._own_scores, 0) if self.repeats else {}
+
+    @property
+    def _own_scores(self) -> tuple[str, ...]:
+        """The scores that this rank computes itself, with earlier weights of the policy."""
+        by = {OLD: self._batch_start, REFERENCE: self._first_policy}
+        return tuple(name for name, earlier in by.items() if earlier)
 
     @torch.no_grad()
     def _by_own_experts(self, packed: PackedMinibatch) -> Tensor | None:

@@ -290,7 +290,7 @@ def test_every_pass_trains_each_sample_that_was_sent_once_and_the_ledger_admits_
         for minibatches, end in split_steps(own):
             for minibatch in minibatches:
                 held.keep(minibatch)
-            held.step_ended(end, ())
+            held.step_ended(end, [{}] * len(minibatches))
             again = list(held.again(end)) if end.is_last_of_batch else []
             later = split_steps(again)
             assert [e.step_in_batch for _, e in later] == list(range(2, 6)) * bool(later)

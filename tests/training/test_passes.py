@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from adapted_models import adapted
 from oracle import (
     make_config,
     oracle_gradient,
@@ -24,7 +25,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from async_grpo.model.policy import PolicyModel, hf_named_parameters
 from async_grpo.training.fsdp import reshard, shard
-from async_grpo.training.learner import Learner
+from async_grpo.training.learner import Learner, on_host
+from async_grpo.training.step import BatchStart, EarlierPolicy
 from async_grpo.types import EndOfStep, Minibatch, tally
 from async_grpo.util.errors import AuditError
 from async_grpo.util.stopping import until_stopped
@@ -199,6 +201,41 @@ def test_one_pass_is_what_it_was_and_holds_nothing():
     items = batch_of(samples_of(np.random.default_rng(5), SLOTS * MEMBERS), config)
     assert list(learner.in_passes(items)) == items
     assert learner._first_pass is None and config.mode == "behaviour"
+
+
+def test_the_first_policy_of_an_adapter_scores_a_sample_in_the_first_pass_alone(monkeypatch):
+    config = make_config(**OPTIONS, train_minibatch_size=2, lora_rank=2)
+    policy = adapted(tiny_model(tied=True), starts=True, lora_rank=2)
+    learner = make_learner(config, policy)
+    samples = samples_of(np.random.default_rng(8), SLOTS * MEMBERS)
+    samples = [replace(sample, scores={}) for sample in samples]  # the trainer computes them
+    scored, kl = [], []
+    score, loss = EarlierPolicy.logprobs, learner.algorithm.loss
+
+    def counting(earlier, packed, **setting):
+        scored.append(type(earlier))
+        return score(earlier, packed, **setting)
+
+    def told(found, packed):
+        kl.append(packed.scores["reference"])
+        return loss(found, packed)
+
+    monkeypatch.setattr(EarlierPolicy, "logprobs", counting)
+    monkeypatch.setattr(learner.algorithm, "loss", told)
+    assert len(list(trained(learner, batch_of(samples, config)))) == 4
+    assert scored == [BatchStart, EarlierPolicy] * 5  # in the second step: 4 samples and a filler
+    assert len(kl) == 20 and all(map(torch.equal, kl[:10], kl[10:]))
+
+
+def test_what_is_held_is_in_no_memory_that_others_own():
+    (sample,) = samples_of(np.random.default_rng(9), 1)
+    number = sample.num_trained_tokens
+    held = on_host(Minibatch(3, (sample,)), {"old": torch.arange(1.0, number + 1)})
+    (own,) = held.samples
+    assert not np.shares_memory(own.scores["reference"], sample.scores["reference"])
+    (row,) = own.episode.rows
+    assert own.scores["old"][row.loss_mask].tolist() == [*range(1, number + 1)]
+    assert not own.scores["old"][~row.loss_mask].any() and held.round_index == 3
 
 
 def test_a_pass_of_one_step_keeps_no_second_copy_of_the_weights():
