@@ -389,7 +389,7 @@ def test_a_run_killed_in_a_second_pass_trains_each_sample_once_in_each_pass(live
     assert [row["drift_steps"] for row in rows] == [0, 1, 2, 3] * 3
     assert len({row["learning_rate"] for row in rows}) == 12
     check_groups(world, "twice-killed", 18)
-    for name in ("fate_trained", "fate_zero_contribution", "loss_denominator", "avg_reward"):
+    for name in ("fate_trained", "fate_zero_contribution", "num_samples", "avg_reward"):
         of_batches = [[row[name] for row in rows[n : n + 4]] for n in (0, 4, 8)]
         assert all(own[:2] == own[2:] for own in of_batches), name
     assert any(row["clip_fraction"] for row in rows)
