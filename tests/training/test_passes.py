@@ -203,25 +203,25 @@ def test_one_pass_is_what_it_was_and_holds_nothing():
     assert learner._first_pass is None and config.mode == "behaviour"
 
 
-def test_the_first_policy_of_an_adapter_scores_a_sample_in_the_first_pass_alone(monkeypatch):
+def test_the_first_policy_of_an_adapter_scores_a_sample_in_the_first_pass_alone():
     config = make_config(**OPTIONS, train_minibatch_size=2, lora_rank=2)
     policy = adapted(tiny_model(tied=True), starts=True, lora_rank=2)
     learner = make_learner(config, policy)
     samples = samples_of(np.random.default_rng(8), SLOTS * MEMBERS)
     samples = [replace(sample, scores={}) for sample in samples]  # the trainer computes them
-    scored, kl = [], []
-    score, loss = EarlierPolicy.logprobs, learner.algorithm.loss
+    scored, kl, loss = [], [], learner.algorithm.loss
 
     def counting(earlier, packed, **setting):
         scored.append(type(earlier))
-        return score(earlier, packed, **setting)
+        return type(earlier).logprobs(earlier, packed, **setting)
 
     def told(found, packed):
         kl.append(packed.scores["reference"])
         return loss(found, packed)
 
-    monkeypatch.setattr(EarlierPolicy, "logprobs", counting)
-    monkeypatch.setattr(learner.algorithm, "loss", told)
+    for earlier in (learner.step._batch_start, learner.step._first_policy):
+        earlier.logprobs = partial(counting, earlier)
+    learner.algorithm.loss = told
     assert len(list(trained(learner, batch_of(samples, config)))) == 4
     assert scored == [BatchStart, EarlierPolicy] * 5  # in the second step: 4 samples and a filler
     assert len(kl) == 20 and all(map(torch.equal, kl[:10], kl[10:]))
