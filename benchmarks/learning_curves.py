@@ -1,6 +1,7 @@
 """Learning curves of the quick start's task at several staleness bounds, over wall clock.
 
-Generator and trainer have a core each; bounds alternate, seed by seed.
+Generator and trainer have a core each; bounds alternate, seed by seed. With --passes, numbers of
+passes over a batch are compared instead, at equal samples and staleness 1.
 """
 
 from __future__ import annotations
@@ -41,25 +42,33 @@ class Learned:
     seconds: float  # from the first request to the last gradient step
 
 
-Curves = Mapping[int, Sequence[Sequence[dict[str, Any]]]]  # rows by staleness bound, then seed
+# The rows of batches, by what is compared, such as `staleness 1`, then by seed.
+Curves = Mapping[str, Sequence[Sequence[dict[str, Any]]]]
 logger = logging.getLogger(__name__)
 
 
 @click.command()
 @click.option("--staleness", default="0,1", help="bounds to compare; the first is the baseline")
+@click.option("--passes", default="", help="numbers of passes to compare instead, such as 1,2")
 @click.option("--seeds", default=3, help="runs of each bound")
 @click.option("--batches", default=60, help="batches a run")
 @click.option("--picture", default="docs/staleness.svg", help="where the curves are drawn")
 @click.option("--output-dir", default="runs/benchmarks/learning_curves", help="replaced")
 @click.option("--results-dir", default=str(results.FOLDER), help="where the figures go")
 def main(
-    staleness: str, seeds: int, batches: int, picture: str, output_dir: str, results_dir: str
-) -> None:
+    staleness: str, passes: str, seeds: int, batches: int, picture: str, output_dir: str,
+    results_dir: str,
+) -> None:  # fmt: skip
     """Learn the quick start's task at each staleness bound, from several seeds."""
     logging.basicConfig(level="INFO", format="%(asctime)s %(message)s")
     logging.getLogger("async_grpo").setLevel("WARNING")
     interrupt_once()  # so that SIGTERM too ends what was started
-    curves: dict[int, list[list[dict[str, Any]]]] = {int(b): [] for b in staleness.split(",")}
+    compared: dict[str, dict[str, object]] = {
+        f"staleness {bound}": {"max_staleness": bound} for bound in staleness.split(",")
+    }
+    if passes:
+        compared = {f"passes {n}": {"num_passes": n} for n in passes.split(",")}
+    curves: dict[str, list[list[dict[str, Any]]]] = {label: [] for label in compared}
     shutil.rmtree(output_dir, ignore_errors=True)
     click.echo(f"{results.machine()}, {results.load()}")
     with (
@@ -67,39 +76,38 @@ def main(
         stacks.generation_worker(stack, MODEL, reward="countdown", log="generation") as worker,
     ):
         for seed in range(seeds):
-            for bound, rows in curves.items():
-                rows.append(
-                    run_curve(
-                        stack, num_batches=batches, max_staleness=bound, seed=seed, worker=worker
-                    )
+            for label, options in compared.items():
+                rows = run_curve(
+                    stack, options | {"num_training_batches": batches}, seed=seed, worker=worker
                 )
-                logger.info("staleness %d, seed %d: %s", bound, seed, learned(rows[-1]))
+                curves[label].append(rows)
+                logger.info("%s, seed %d: %s", label, seed, learned(rows))
     figures = figures_of(curves)
     click.echo(results.show(figures))
     draw(curves, Path(picture))
-    path = results.write(NAME, figures, folder=Path(results_dir))
+    name = f"{NAME}_of_passes" if passes else NAME
+    path = results.write(name, figures, folder=Path(results_dir))
     click.echo(f"wrote {picture} and {path}, {results.load()}")
 
 
 def run_curve(
-    stack: Stack, *, num_batches: int, max_staleness: int, seed: int, worker: Process
+    stack: Stack, options: Mapping[str, object], *, seed: int, worker: Process
 ) -> list[dict[str, Any]]:
-    """The metrics of one run, with its wall clock."""
-    name = f"curve-S{max_staleness}-seed{seed}"
+    """The metrics of each batch's first step in one run, with its wall clock."""
+    name = "-".join(["curve", *(f"{key}={value}" for key, value in options.items()), str(seed)])
     puzzles = stacks.write_puzzles(stack.folder / f"puzzles-{seed}.jsonl", seed=seed)
-    options: Mapping[str, object] = {
+    options = options | {
         "data_path": puzzles,
         "batch_size": 32,
         "samples_per_question": 8,
-        "num_training_batches": num_batches,
         "learning_rate": 3e-4,
-        "max_staleness": max_staleness,
         "infinite_sampler_seed": seed,
     }
     output = stack.folder / name
     with stacks.trainer(stack, MODEL, output=output, options=options) as process:
         process.wait(watched=[worker])
-    return with_wall_clock(read_rows(output / "training_metrics.jsonl"))
+    rows = with_wall_clock(read_rows(output / "training_metrics.jsonl"))
+    return [row for row in rows if row["pass_number"] == 1]
 
 
 def with_wall_clock(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -125,12 +133,12 @@ def learned(rows: Sequence[Mapping[str, Any]], *, threshold: float = THRESHOLD) 
 
 
 def figures_of(curves: Curves) -> list[Figure]:
-    """What the file holds; a bound of which a seed missed the threshold has no times to it."""
-    ends = {bound: [learned(rows) for rows in seeds] for bound, seeds in curves.items()}
+    """What the file holds; where a seed missed the threshold there are no times to it."""
+    ends = {label: [learned(rows) for rows in seeds] for label, seeds in curves.items()}
     baseline, *_ = ends
     figures = []
-    for bound, seeds in ends.items():
-        at, to = f"staleness {bound}", f"to reward {THRESHOLD}"
+    to = f"to reward {THRESHOLD}"
+    for at, seeds in ends.items():
         rewards, times = [end.final_reward for end in seeds], [end.seconds for end in seeds]
         figures += [
             median(f"{at}, final reward", rewards, "reward", better="higher"),
@@ -143,18 +151,18 @@ def figures_of(curves: Curves) -> list[Figure]:
                 median(f"{at}, {to}", [float(batches) for batches, _ in reached], "batches"),
                 median(f"{at}, {to}", [seconds for _, seconds in reached], "s"),
             ]
-        if bound != baseline and len(reached) == len(before) == len(seeds):
+        if at != baseline and len(reached) == len(before) == len(seeds):
             pairs = zip(reached, before, strict=True)
             ratios = [own / other for (_, own), (_, other) in pairs]
-            figures.append(median(f"{at}, time {to} / staleness {baseline}'s", ratios, "fraction"))
+            figures.append(median(f"{at}, time {to} / {baseline}'s", ratios, "fraction"))
     return figures
 
 
 def draw(curves: Curves, picture: Path) -> None:
-    """Mean reward over wall clock: one line a staleness bound, its band from seed to seed."""
+    """Mean reward over wall clock: a line for all that is compared, its band from seed to seed."""
     runs = [
-        Run(name=f"staleness {max_staleness}", source=f"seed {number}", rows=rows)
-        for max_staleness, seeds in curves.items()
+        Run(name=label, source=f"seed {number}", rows=rows)
+        for label, seeds in curves.items()
         for number, rows in enumerate(seeds)
     ]
     drawn = make_curves(runs, x=WALL_CLOCK, y="avg_reward", smooth_window=SMOOTHED_BATCHES)

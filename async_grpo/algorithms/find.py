@@ -39,6 +39,9 @@ def find_algorithm(config: TrainConfig, code: UserCode | None = None) -> Algorit
         config.check_sampling()
         if config.data.block_size:
             raise config.refusal("block_size", "needs --algorithm sft", "leave it out")
+    elif config.batching.num_passes > 1:
+        rule, remedy = "needs an algorithm that samples outputs", "raise --num-training-batches"
+        raise config.refusal("num_passes", rule, remedy)
     elif config.data.data:
         raise config.refusal(
             "data", "needs an algorithm that samples outputs", "join the files to one --data-path"

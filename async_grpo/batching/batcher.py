@@ -92,7 +92,7 @@ class ExperienceBatcher:
         self._rounds = RoundFormer(
             plan.num_ranks,
             max_tokens=config.batching.max_tokens_per_gpu,
-            steps_per_batch=config.batching.steps_per_batch,
+            steps_per_batch=config.batching.steps_per_pass,
             deterministic=config.batching.deterministic,
             current_step=plan.first_step,
         )
@@ -287,7 +287,7 @@ class ExperienceBatcher:
         num_samples, num_tokens, sums = self._sums.close(step)
         sent, self._sent = tuple(self._sent), [Tally()] * self._plan.num_ranks
         ended = self._ledger.close_step(step)
-        is_last = step.step_in_batch + 1 == self._plan.config.batching.steps_per_batch
+        is_last = step.step_in_batch + 1 == self._plan.config.batching.steps_per_pass
         controls = self._controls.take() if is_last else ()
         if is_last and self._turns is not None:
             self._turns.batch_ended()

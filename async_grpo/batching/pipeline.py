@@ -94,7 +94,7 @@ class SlotPipeline:
             payloads=PayloadBuffer(
                 room,
                 questions_per_step=batching.questions_per_step,
-                step=first.batch * batching.steps_per_batch + first.step_in_batch,
+                step=first.batch * batching.steps_per_pass + first.step_in_batch,
                 is_whole_step=batching.deterministic or plan.rules.waits_for_step,
             ),
         )

@@ -104,7 +104,7 @@ def _warm_up(setup: Setup) -> Iterator[Finding]:
     per_batch = batching.steps_per_batch
     if optimizer.schedule_clock == "samples":
         of_slot = 1 if setup.learns_from_pairs else setup.train.samples_per_slot
-        per_batch = batching.batch_size * of_slot
+        per_batch = batching.batch_size * of_slot * batching.num_passes
     total = batching.num_training_batches * per_batch
     if optimizer.schedule_clock == "tokens":
         total = optimizer.num_schedule_tokens or sys.maxsize
@@ -138,22 +138,24 @@ def batch_in_words(
 
     `of_slot`: samples of a question, or 1 of pairs.
 
-    >>> batching = BatchingOptions(train_minibatch_size=8)
+    >>> batching = BatchingOptions(train_minibatch_size=8, num_passes=2)
     >>> print(batch_in_words(batching, of_slot=8, num_ranks=2, num_lines=64, is_sft=False))
-    a batch is 32 questions x 8 samples = 256, in 4 gradient steps of 64; 2 ranks of 16384 tokens \
-a minibatch train about 32 samples of a step each; 100 batches are 25600 samples and 400 steps, \
-and ask each of 64 questions 50 times
+    a batch is 32 questions x 8 samples = 256, in 4 gradient steps of 64, trained in 2 passes; \
+2 ranks of 16384 tokens a minibatch train about 32 samples of a step each; 100 batches are 25600 \
+samples and 800 steps, and ask each of 64 questions 50 times
     """
     samples, step = batching.batch_size * of_slot, batching.questions_per_step * of_slot
     what = "pairs" if is_sft else f"questions x {of_slot} samples = {samples}"
     kind = "pair" if is_sft else "question"
-    steps = batching.steps_per_batch
+    steps, passes = batching.steps_per_pass, batching.num_passes
+    trained = f", trained in {passes} passes" if passes > 1 else ""
     text = (
         f"a batch is {batching.batch_size} {what}, in {steps} gradient step{'s'[: steps > 1]} of "
-        f"{step}; {num_ranks} rank{'s'[: num_ranks > 1]} of {batching.max_tokens_per_gpu} tokens a "
-        f"minibatch train about {math.ceil(step / num_ranks)} samples of a step each; "
+        f"{step}{trained}; {num_ranks} rank{'s'[: num_ranks > 1]} of "
+        f"{batching.max_tokens_per_gpu} tokens a minibatch train about "
+        f"{math.ceil(step / num_ranks)} samples of a step each; "
         f"{batching.num_training_batches} batches are {samples * batching.num_training_batches} "
-        f"samples and {steps * batching.num_training_batches} steps"
+        f"samples and {steps * passes * batching.num_training_batches} steps"
     )
     if not num_lines:
         return text

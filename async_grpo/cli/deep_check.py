@@ -45,7 +45,7 @@ OF_ALL: dict[str, Any] = {
     "checkpoint_every_minutes": 0.0, "logging_level": "WARNING",
 }  # fmt: skip
 HALVES: dict[str, Any] = {"checkpoint_every_batches": HALF}
-SHORT = {"num_training_batches": NUM_BATCHES, "train_minibatch_size": 0}
+SHORT = {"num_training_batches": NUM_BATCHES, "train_minibatch_size": 0, "num_passes": 1}
 OF_PAIRS: dict[str, Any] = {
     **SHORT, "data": (), "data_split": "train", "data_config": "", "block_size": 0,
 }  # fmt: skip

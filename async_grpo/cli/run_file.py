@@ -96,9 +96,10 @@ CALLED = {
     "fsdp_shard_ranks": "fsdp_size", "offload": "param_offload optimizer_offload",
     "colocated": "vllm_mode vllm_enable_sleep_mode free_cache_engine",
     "engine_option": "engine_kwargs", "mode": "reward_model.model.path reward_model.enable",
-    "": "num_iterations top_k min_p repetition_penalty top_entropy_quantile "
+    "num_passes": "num_iterations ppo_epochs",
+    "": "top_k min_p repetition_penalty top_entropy_quantile "
         "off_policy_mask_threshold reward_weights max_tool_calling_iterations use_vllm "
-        "ppo_epochs lora_dropout lora.dropout",
+        "lora_dropout lora.dropout",
 }  # fmt: skip
 THEIRS = {name: own for own, names in CALLED.items() for name in names.split()}
 SHARED = "cluster"

@@ -48,7 +48,7 @@ class ObjectiveOptions(Options):
     ratio_mode: str = option("auto", choices=("auto", "on_policy", "behaviour", "decoupled"))
     """what the policy ratio compares with: the policy itself, what the engine recorded, or the
     policy at the start of the batch; auto: on_policy with --max-staleness 0 and one step a batch,
-    else behaviour"""
+    decoupled with several --num-passes, else behaviour"""
     ratio_level: str = option("token", choices=("token", "sequence"))
     """a ratio for each token, or one a sample (GSPO)"""
     policy_loss: str = option("clip", choices=("clip", "cispo"))

@@ -19,6 +19,9 @@ class BatchingOptions(Options):
     """prompt + output tokens of one rank's minibatch"""
     train_minibatch_size: int = option(0, change=Change.FIXED)
     """questions a gradient step, a divisor of --batch-size; 0: the whole batch"""
+    num_passes: int = option(1, must=POSITIVE, change=Change.FIXED)
+    """times that a batch is trained, in gradient steps of its own each time, before its weights are
+    published (the inner loop of GRPO's paper); above 1 --ratio-mode auto is decoupled"""
     deterministic: bool = option(False)
     """form rounds in ordinal order from complete steps; needs --max-staleness 0"""
 
@@ -37,8 +40,23 @@ class BatchingOptions(Options):
         return self.train_minibatch_size or self.batch_size
 
     @property
-    def steps_per_batch(self) -> int:
+    def steps_per_pass(self) -> int:
+        """Gradient steps of one pass over a batch."""
         return self.batch_size // self.questions_per_step
+
+    @property
+    def steps_per_batch(self) -> int:
+        """Gradient steps of all passes; a `step_in_batch` counts through them."""
+        return self.num_passes * self.steps_per_pass
+
+    def pass_of(self, step_in_batch: int) -> int:
+        """The pass over its batch, from 1, that a gradient step belongs to.
+
+        >>> options = BatchingOptions(batch_size=8, train_minibatch_size=4, num_passes=2)
+        >>> [options.pass_of(step) for step in range(options.steps_per_batch)]
+        [1, 1, 2, 2]
+        """
+        return 1 + step_in_batch // self.steps_per_pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

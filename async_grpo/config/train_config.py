@@ -115,6 +115,13 @@ class TrainConfig:
             raise sampling.refusal(
                 "constrained_outputs", "needs an --environment that asks for JSON", "leave it out"
             )
+        if batching.num_passes > 1 and self.mode == "on_policy":
+            raise self.refusal(
+                "ratio_mode",
+                "must not be on_policy with --num-passes above 1: later passes train samples of a "
+                "policy that the passes before have left",
+                "decoupled and behaviour compare with it",
+            )
         if not sampling.temperature:
             raise sampling.refusal(
                 "temperature",
@@ -250,6 +257,8 @@ class TrainConfig:
         """
         if self.objective.ratio_mode != "auto":
             return self.objective.ratio_mode
+        if self.batching.num_passes > 1:
+            return "decoupled"
         on_policy = self.sampling.max_staleness == 0 and self.batching.steps_per_batch == 1
         return "on_policy" if on_policy else "behaviour"
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from math import ceil
 
 from async_grpo.algorithms.find import find_algorithm
 from async_grpo.config.roles import ENGINES, GENERATION, JUDGE, LOGPROB, REWARD, TEACHER
 from async_grpo.devices import bill as memory
-from async_grpo.devices.bill import GIB, MIB, OUTPUT_BYTES, Bill, Line
+from async_grpo.devices.bill import FLOAT32, GIB, MIB, OUTPUT_BYTES, Bill, Line
 from async_grpo.planning.asked import Asked, Split
 from async_grpo.training.billing import USED, as_billed
 from async_grpo.types.snapshots import NUM_SNAPSHOTS
@@ -26,6 +27,7 @@ PROCESS_BYTES = {
 HELD = ("the frozen model", "master weights", "AdamW's moments", "the old policy",
         "the first policy")  # fmt: skip
 PARKED, ASLEEP = "what waits while engines sample", "weights of a sleeping engine"
+HELD_BYTES = 13  # of an output token of a batch: id, mask, two log-probabilities
 VERIFIER_BYTES = 20 * MIB  # of a forked process that has graded
 LIBRARIES, SOURCE_OF_PROCESS = "interpreter and libraries", "measured on CPUs"
 
@@ -137,9 +139,32 @@ def rank_bill_of(asked: Asked, num_ranks: int) -> Bill:
         Line("rounding of pinned memory", rounding, "each block to the next power of two", True),
         Line("buckets of weights", buffers, "e P / ranks, at most 12 of 64 MiB",
              not asked.on_cpu),
+        _first_pass(asked, num_ranks),
         _process("rank", on_host=not asked.on_cpu),
     )  # fmt: skip
     return _in_one_memory(asked, bill)
+
+
+def _first_pass(asked: Asked, num_ranks: int) -> Line:
+    """A rank's share of a batch that is held for its later passes, if all outputs are longest."""
+    train, needs = asked.train, find_algorithm(asked.train).needs
+    payload = next((need.payload for need in needs if need.payload), None)
+    token = HELD_BYTES + FLOAT32 * train.trainer_scores_reference
+    token += sum(FLOAT32 * max(1, need.num_columns) for need in needs)
+    token += payload is not None and max(
+        payload.bytes_per_token(hidden=size * model.hidden, logits=size * model.vocab_size)
+        for number, model in asked.worker_models.items()
+        if asked.workers[number].mode == TEACHER
+        for size in [asked.worker_bytes(number)]
+    )
+    samples = ceil(train.batching.batch_size * train.samples_per_slot / num_ranks)
+    held = samples * train.sampling.max_generation_tokens * token
+    return Line(
+        "a batch for its later passes",
+        held * (train.batching.num_passes > 1),
+        f"{token} a token of B n / ranks longest outputs",
+        not asked.on_cpu,
+    )
 
 
 def engine_bill_of(asked: Asked, number: int) -> Bill:

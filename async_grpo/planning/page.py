@@ -166,6 +166,8 @@ def phases(plan: Plan) -> tuple[Phase, ...]:
     samples = train.batching.questions_per_step * train.sampling.samples_per_question
     verifiers = max(1, plan.asked.num_verifiers)
     engine, trainer, sync = rates.engine, rates.trainer, rates.sync
+    passes = train.batching.num_passes
+    again = f", {passes} times" if passes > 1 else ""
     found = [
         Phase("generation", best.generating_s, True,
               f"steps of {_ms(engine.step_s)} + {_ms(engine.per_sequence_s)} a sequence + "
@@ -175,15 +177,15 @@ def phases(plan: Plan) -> tuple[Phase, ...]:
               f"{samples:,} samples x {_ms(rates.control.verification_s)} / "
               f"{verifiers} processes", rates.source("control")),
         Phase("training", best.training_s, False,
-              f"{best.rounds:.3g} rounds; a rank trains {trainer.cost_per_second:,.0f} tokens/s",
-              rates.source("trainer")),
+              f"{best.rounds:.3g} rounds{again}; a rank trains "
+              f"{trainer.cost_per_second:,.0f} tokens/s", rates.source("trainer")),
         Phase("optimizer", best.optimizer_s, False, "a constant + 28 bytes a parameter of a shard",
               rates.source("trainer")),
         Phase("weights leave the ranks", best.gathering_s, False, "e P / ranks",
               rates.source("sync")),
-        Phase("weights on their way", sync.transfer_s / train.batching.steps_per_batch, True,
+        Phase("weights on their way", sync.transfer_s / train.batching.steps_per_pass, True,
               _way(plan), rates.source("sync")),
-        Phase("engines load", sync.load_s / train.batching.steps_per_batch, True,
+        Phase("engines load", sync.load_s / train.batching.steps_per_pass, True,
               "e P / D; and what runs is read again", rates.source("sync")),
     ]  # fmt: skip
     if plan.asked.scorers:
@@ -219,7 +221,7 @@ def what_bounds(plan: Plan) -> str:
         return "The control process bounds the step: samples are more than one process can book."
     sync = plan.work.rates.sync
     carried = (
-        (sync.transfer_s + sync.load_s) / plan.asked.train.batching.steps_per_batch / best.step_s
+        (sync.transfer_s + sync.load_s) / plan.asked.train.batching.steps_per_pass / best.step_s
     )
     if blocked > max(waiting, LITTLE) or carried > 1 - 2 * LITTLE:
         return (

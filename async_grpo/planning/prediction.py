@@ -114,7 +114,7 @@ def _predict(work: Work, split: Split, max_staleness: int, times: float) -> Pred
         scoring_s=of("scoring_s", max(1, scorers)),
         training_s=of("busy_s"),
         rounds=of("num_rounds"),
-        optimizer_s=thin * scenario.trainer.step_s,
+        optimizer_s=thin * scenario.trainer.step_s * scenario.num_passes,
         gathering_s=of("gathering_s"),
         blocked_s=of("blocked_s"),
         control_s=of("control_s"),
@@ -144,7 +144,7 @@ def scenario_of(work: Work, split: Split, *, max_staleness: int) -> tuple[Scenar
     ]  # fmt: skip
     config, engine = asked.workers[asked.generation], engine_of(asked, asked.generation)
     room = cached_tokens(asked.worker_models[asked.generation], engine) / work.lengths.context()
-    steps = train.batching.steps_per_batch
+    steps = train.batching.steps_per_pass
     questions = max(1, round(train.batching.batch_size / part / steps)) * steps
     engines, ranks = (max(1, round(count / part)) for count in (split.engines, split.ranks))
     capacity = max(1, min(engine.num_seqs, int(room)))
@@ -167,6 +167,7 @@ def scenario_of(work: Work, split: Split, *, max_staleness: int) -> tuple[Scenar
         control=slower(work.rates.control, part),
         batch_size=questions,
         steps_per_batch=steps,
+        num_passes=train.batching.num_passes,
         samples_per_question=train.sampling.samples_per_question,
         prompt_tokens=work.lengths.prompt,
         max_staleness=max_staleness,
@@ -210,7 +211,8 @@ def even_flow(work: Work, split: Split) -> tuple[float, float, float]:
         default=0.0,
     )  # fmt: skip
     generating = num * length * step_s / (engines * running)
-    return generating, training / scenario.num_ranks + scenario.sync.gather_s, scoring
+    training *= scenario.num_passes / scenario.num_ranks
+    return generating, training + scenario.sync.gather_s, scoring
 
 
 def part_of(asked: Asked, split: Split) -> int:

@@ -66,7 +66,8 @@ class Scenario:
     control: ControlCosts = field(default_factory=ControlCosts)
     num_batches: int = 8
     batch_size: int = 128
-    steps_per_batch: int = 1
+    steps_per_batch: int = 1  # of one pass
+    num_passes: int = 1  # later ones count as time of their batch's last step
     samples_per_question: int = 8
     prompt_tokens: int = 200
     max_staleness: int = 0
@@ -284,6 +285,9 @@ class _Run:
                     continue
                 await asyncio.sleep(self.scenario.trainer.step_s)
                 if end.is_last_of_batch:
+                    if self.scenario.num_passes > 1:
+                        own = steps[len(steps) + 1 - self.scenario.steps_per_batch :]
+                        await self._train_again(own, step)
                     began_s, step.gathering_s = _now(), self.scenario.sync.gather_s
                     await publication
                     step.blocked_s = _now() - began_s
@@ -295,6 +299,14 @@ class _Run:
                     return steps
                 step = Step(_now())
         raise AssertionError("steps end before numbers do")
+
+    async def _train_again(self, earlier: Sequence[Step], last: Step) -> None:
+        """Train the later passes of a batch of these steps: no round waits for samples."""
+        scenario = self.scenario
+        times, steps = scenario.num_passes - 1, (*earlier, last)
+        seconds = times * sum(step.busy_s for step in steps)
+        last.busy_s += seconds
+        await asyncio.sleep(seconds + times * len(steps) * scenario.trainer.step_s)
 
     async def _start(self) -> None:
         """Register all workers, and publish the first weights."""

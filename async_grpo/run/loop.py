@@ -4,6 +4,7 @@ for each batch:
     for each gradient step:
         back-propagate minibatches as they finish      (sums of per-sample losses)
         divide by D, clip, step                        (once)
+    the same steps again, of the minibatches held      (--num-passes - 1 times)
     publish the new weights: the staleness window moves
 
 Supervised fine-tuning packs, sums and steps the same way, on demonstrations.
@@ -161,8 +162,10 @@ def train(
         if "stop" in asked:  # on every rank: the checkpoint of this batch is the last
             stop_in_order(stop)
 
+    while_going = partial(until_stopped, agree=ranks.agree, stop=stop)
     with polled(stop):
-        train_steps(data, learner, report, exports, after_batch=after_batch)
+        items = learner.in_passes(data, while_going=while_going)
+        train_steps(items, learner, report, exports, after_batch=after_batch)
     _keep_result(data, ranks, exports, checkpoints)
 
 
@@ -181,7 +184,8 @@ def train_steps(
             learner.accumulate(item)
         else:
             result = learner.update(item)
-            exports.count(item)
+            if learner.config.batching.pass_of(item.step_in_batch) == 1:
+                exports.count(item)
             report.step(item, result, denominator=learner.denominator(item))
             if item.is_last_of_batch:
                 learner.set(item.settings)

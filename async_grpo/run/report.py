@@ -114,7 +114,7 @@ class Report:
         self._step_started = time.monotonic()
         self._stood_still = dict.fromkeys(STALLS, 0.0)  # seconds in the current step
         self._sync: SyncReport | None = None
-        self._timeouts = config.sampling.timeouts
+        self._pass_of, self._timeouts = config.batching.pass_of, config.sampling.timeouts
         self._has_warned_of_bias = False
         self._begin_part(start, config, code or {})
         self._confinement: dict[str, str] = {}  # {worker: description}
@@ -246,10 +246,8 @@ class Report:
         now = time.monotonic()
         seconds = now - self._step_started
         totals.seconds += seconds
-        totals.samples += end.num_samples
-        totals.tokens += end.num_tokens
         facts = {
-            **self._clocks,
+            **self._count(end),
             "iteration": end.batch,
             "optimizer_steps": result.clocks.steps,
             "optimizer_samples": result.clocks.samples,
@@ -292,6 +290,14 @@ class Report:
         self._warn_of_bias(row["perc_timed_out_samples"])
         self._stood_still = dict.fromkeys(STALLS, 0.0)
         self._step_started = now
+
+    def _count(self, end: EndOfStep) -> dict[str, float]:
+        """Count a step's samples, once in all passes; the clocks, and its place in its batch."""
+        number = self._pass_of(end.step_in_batch)
+        if number == 1:
+            self._totals.samples += end.num_samples
+            self._totals.tokens += end.num_tokens
+        return {**self._clocks, "pass_number": number, "drift_steps": end.step_in_batch}
 
     def _rank_time(self, meters: Mapping[str, float], seconds: float) -> dict[str, float]:
         """Seconds of all ranks, and the Tflop that their peak would compute in this time."""

@@ -30,8 +30,14 @@ class StepFacts:
     """gradient steps of the run so far"""
     iteration = fact("batches", "Batch", window="run")
     """the batch that the step belongs to"""
+    pass_number = fact("", "Pass over the batch")
+    """which of --num-passes the step belongs to, from 1; rows of later ones describe and count the
+    same samples again, but for those that were not trained"""
+    drift_steps = fact("steps", "Steps since the batch began")
+    """gradient steps of the batch before this one, of all passes: by these the weights are newer
+    than those of the batch's start, to which lags are counted"""
     total_samples_accumulated = fact("samples", "Samples", window="run")
-    """samples of the gradient steps so far, taken or skipped"""
+    """samples of the gradient steps so far, taken or skipped; in however many passes, once"""
     total_tokens = fact("tokens", "Tokens", window="run")
     """unmasked output tokens of these samples"""
     total_seconds = fact("seconds", "Run time", window="run")

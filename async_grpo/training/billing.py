@@ -38,7 +38,7 @@ def as_billed(
         keeps_gathered=memory.fsdp_sharding_strategy == "SHARD_GRAD_OP",
         checkpointing=int(memory.activation_checkpointing == "on"),
         defers=memory.defer_gradient_sync,
-        keeps_old_policy=algorithm.uses_old_policy,
+        keeps_old_policy=algorithm.uses_old_policy and algorithm.config.batching.steps_per_pass > 1,
         keeps_first_policy=algorithm.config.trainer_scores_reference,
         offload=memory.offload,
         moment_bytes=MOMENT_IN_8_BITS if optim.endswith("8bit") else FLOAT32,

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from async_grpo.algorithms.find import find_algorithm, users_algorithm
 from async_grpo.batching.supervised import pack_pairs
+from async_grpo.config.sampling_options import BatchingOptions
 from async_grpo.config.train_config import Settings, TrainConfig, with_settings
 from async_grpo.devices.bill import GIB, trainer_bill, with_checkpointing_if_needed
 from async_grpo.devices.current import free_bytes, memory_of_cpu
@@ -30,7 +33,7 @@ from async_grpo.training.meters import peak_tflops
 from async_grpo.training.ranks import Ranks
 from async_grpo.training.recorder import Recorder
 from async_grpo.training.step import GradientStep, StepResult
-from async_grpo.types import EndOfStep, Minibatch, Sample, TrainingPair
+from async_grpo.types import EndOfStep, Minibatch, Sample, StreamItem, TrainingPair
 from async_grpo.util.run_folder import RUN_FILE
 
 logger = logging.getLogger(__name__)
@@ -56,6 +59,7 @@ class Learner:
             memory=config.memory, device=ranks.device,
         )  # fmt: skip
         self.recorder = Recorder(policy, self.step)
+        self._first_pass = FirstPass(config.batching) if config.batching.num_passes > 1 else None
         self.parked: Parked | None = None  # what others' use of the device has moved to the host
         self._parking: Sequence[torch.Tensor] = ()  # where it lay
         self.settings: dict[str, object] = {}  # see `set`
@@ -111,7 +115,7 @@ class Learner:
             minibatch.samples,
             aggregation=self.algorithm.aggregation,
             constant_length=self.config.objective.constant_length_samples,
-            scores=self.algorithm.score_columns,
+            scores=self.algorithm.score_columns | self.step.held_columns,
             scores_of_given=self.algorithm.scores_of_given,
             share_prompts=self.policy.shares_prompts,
             dense=minibatch.dense,
@@ -129,6 +133,8 @@ class Learner:
             moved = to_device(packed, self.device)
         self.step.accumulate(moved)
         self.recorder.keep(minibatch, packed)
+        if self._first_pass and not self.step.repeats:
+            self._first_pass.keep(minibatch)
         self.step.count(
             num_fillers=not minibatch.samples,
             rerouted_prompts=packed.num_rerouted,
@@ -148,6 +154,8 @@ class Learner:
         self.recorder.audit(end, number=number, by_tokens=by_tokens)
         if self._peak:
             self.step.measure("peak_tflops", self._peak)
+        if self._first_pass and not self.step.repeats:
+            self._first_pass.step_ended(end, self.step.held_scores)
         self.step.count(unrecorded_minibatches=self.recorder.take_lost())
         result = self.step.finish(
             self.denominator(end), num_samples=end.num_samples, num_tokens=end.num_tokens
@@ -183,10 +191,106 @@ class Learner:
         """Forget the minibatches of an unfinished step, which will all come again."""
         self.step.discard()
         self.recorder.discard()
+        if self._first_pass:
+            self._first_pass.discard()
+
+    def in_passes(
+        self,
+        items: Iterable[StreamItem],
+        *,
+        while_going: Callable[[Iterable[StreamItem]], Iterable[StreamItem]] = lambda again: again,
+    ) -> Iterator[StreamItem]:
+        """The items of a run, and behind those of each batch the same of its later passes.
+
+        Whoever iterates trains each item before the next. `while_going` may end a batch's later
+        passes early, on all ranks before the same item.
+        """
+        for item in items:
+            if self._first_pass and isinstance(item, EndOfStep) and item.is_last_of_batch:
+                yield replace(item, is_last_of_batch=False)
+                yield from while_going(self._first_pass.again(item))
+            else:
+                yield item
 
     def denominator(self, end: EndOfStep) -> int:
         """D of the aggregation (design, section 4)."""
         return end.num_tokens if self.algorithm.aggregation == "token-mean" else end.num_samples
+
+
+class FirstPass:
+    """The first pass over a batch, held in the host's memory for the later ones.
+
+    Each of these trains the same minibatches of this rank in the same steps, with the D and against
+    the tally that the batcher gave them: nothing is sent or asked for twice.
+    """
+
+    def __init__(self, batching: BatchingOptions) -> None:
+        self._batching = batching
+        self._steps: list[tuple[EndOfStep, list[Minibatch]]] = []
+        self._kept: list[Minibatch] = []  # of the current step
+
+    def keep(self, minibatch: Minibatch) -> None:
+        """Hold a minibatch of the current step; what came by the device leaves it."""
+        dense = {name: values.cpu() for name, values in minibatch.dense.items()}
+        self._kept.append(replace(minibatch, dense=dense))
+
+    def discard(self) -> None:
+        """Forget the minibatches of an unfinished step, which will all come again."""
+        self._kept = []
+
+    def step_ended(self, end: EndOfStep, scores: Sequence[Mapping[str, Tensor]]) -> None:
+        """Hold a step; `scores`: see `GradientStep.held_scores`. Waits for the device."""
+        if not end.step_in_batch:
+            self._steps = []  # of the batch before, which a replay does not take
+        kept = zip(self._kept, scores, strict=True)
+        self._steps.append((end, [on_host(minibatch, own) for minibatch, own in kept]))
+        self._kept = []
+
+    def again(self, last: EndOfStep) -> Iterator[StreamItem]:
+        """Yield the items of all later passes; `last` ends the batch, as the batcher made it.
+
+        Later ends count what is trained again, and describe it as the first one did; what became of
+        other samples, and what has passed meanwhile, is told once.
+        """
+        steps, self._steps = self._steps, []
+        per_pass, per_batch = self._batching.steps_per_pass, self._batching.steps_per_batch
+        for number in range(per_pass, per_batch):
+            end, minibatches = steps[number % per_pass]
+            yield from minibatches
+            is_last, num_sent = number + 1 == per_batch, sum(each.num_samples for each in end.sent)
+            yield EndOfStep(
+                end.batch,
+                number,
+                is_last_of_batch=is_last,
+                num_samples=end.num_samples,
+                num_tokens=end.num_tokens,
+                incarnation=end.incarnation,
+                sent=end.sent,
+                fates={"trained": num_sent, "zero_contribution": end.num_samples - num_sent},
+                sums=end.sums,
+                resume=last.resume if is_last else None,
+                controls=last.controls if is_last else (),
+                settings=last.settings if is_last else {},
+            )
+
+
+def on_host(minibatch: Minibatch, scores: Mapping[str, Tensor]) -> Minibatch:
+    """The minibatch in memory of this process alone, with further `scores` [N] of its samples.
+
+    Until they are copied, those that teachers sent lie in Ray's object store.
+    """
+    parts = minibatch.parts()
+    lengths = [part.episode.rows[0].num_trained_tokens for part in parts]
+    columns = {name: values.cpu().split(lengths) for name, values in scores.items()}
+    samples = []
+    for number, part in enumerate(parts):
+        (row,) = part.episode.rows
+        own = {name: values.copy() for name, values in part.scores.items()}
+        for name, column in columns.items():
+            own[name] = np.zeros(len(row.token_ids), np.float32)
+            own[name][row.loss_mask] = column[number].numpy()
+        samples.append(replace(part, scores=own))
+    return replace(minibatch, samples=tuple(samples))
 
 
 def shard_as_billed(policy: PolicyModel, config: TrainConfig, ranks: Ranks) -> None:

@@ -1,7 +1,7 @@
 """The learning rate as a pure function of a clock, and the clocks of the optimizer's steps.
 
 Legend: a position is counted in gradient steps taken, or in the samples (D of sample-mean) or the
-tokens (D of token-mean) of these steps. A skipped step moves none.
+tokens (D of token-mean) of these steps, in every pass over a batch. A skipped step moves none.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def learning_rate_after(
     advance = {"steps": 1, "samples": num_samples, "tokens": num_tokens}[clock]
     num_total = {
         "steps": num_batches * batching.steps_per_batch,
-        "samples": num_batches * batching.batch_size * samples_per_slot,
+        "samples": num_batches * batching.batch_size * samples_per_slot * batching.num_passes,
         "tokens": optimizer.num_schedule_tokens,
     }[clock]
     return optimizer.learning_rate * learning_rate_factor(

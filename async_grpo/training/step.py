@@ -32,6 +32,7 @@ from async_grpo.training.meters import Timers, peak_memory
 from async_grpo.training.schedule import Clocks, learning_rate_after
 from async_grpo.types import PackedMinibatch
 
+OLD = "old"  # the score that `BatchStart` computes
 NO_SAMPLES = "no samples"
 NON_FINITE = "non-finite loss or gradient"
 GAIN_EVERY_STEPS = 10  # the gain of replay is measured so often
@@ -57,7 +58,7 @@ class TokenTerms:
     """Values of the N trained tokens of one minibatch, on the device; [N] each."""
 
     logprobs: Tensor  # under the policy that was trained
-    old: Tensor | None  # under the policy at the start of the batch, if it has moved since
+    old: Tensor | None  # under the policy at the start of the batch, where it may have moved since
     gradients: Tensor | None  # of the minibatch's plain sum, by each log-probability
 
 
@@ -112,7 +113,10 @@ class GradientStep:
         self.offloads = memory.offload == "parameters"
         self._algorithm = algorithm
         self.head_terms = algorithm.terms  # the teachers' terms are added once they are known
-        self._batch_start = BatchStart(policy) if algorithm.uses_old_policy else None
+        self._batch_start = None
+        if algorithm.uses_old_policy:
+            self._batch_start = BatchStart(policy, keeps=batching.steps_per_pass > 1)
+        self._num_ended = 0  # steps, of whole batches and the current one
         self._first_policy = None
         if algorithm.config.trainer_scores_reference:
             self._first_policy = EarlierPolicy(policy)
@@ -137,6 +141,8 @@ class GradientStep:
         self._maxima: dict[str, Tensor] = {}
         self.losses: list[Tensor] = []  # [] each, of the current step's minibatches
         self.terms: list[TokenTerms] = []  # of the current step's minibatches
+        # Of the same minibatches, what later passes do not compute again: {name of the score: [N]}.
+        self.held_scores: list[dict[str, Tensor]] = []
         self._counts: defaultdict[str, float] = defaultdict(float)
         self._meters: defaultdict[str, float] = defaultdict(float)
 
@@ -146,7 +152,7 @@ class GradientStep:
         packed = replace(packed, scores={**packed.scores, **earlier})
         own = self._by_own_experts(packed)
         scored = self._policy(packed, **self._setting, terms=self.head_terms)
-        if self._first_policy and REFERENCE not in earlier:  # it is this policy
+        if self._first_policy and REFERENCE not in packed.scores:  # it is this policy
             scores = {**packed.scores, REFERENCE: scored.logprobs.detach()}
             packed = replace(packed, scores=scores)
         if self.keeps_terms:
@@ -154,9 +160,13 @@ class GradientStep:
         result = self._algorithm.loss(scored, packed)
         with fsdp.deferred_gradients(self._policy, defer=self._defers):
             result.loss.backward()
+        old = packed.scores.get(OLD)
         if self.keeps_terms:
             logprobs = scored.logprobs
-            self.terms.append(TokenTerms(logprobs.detach(), earlier.get("old"), logprobs.grad))
+            self.terms.append(TokenTerms(logprobs.detach(), old, logprobs.grad))
+        if self._batching.num_passes > 1:
+            known = {OLD: scored.logprobs.detach(), **packed.scores}
+            self.held_scores.append({name: known[name] for name in self._own_scores})
         loss, entropy = result.loss.detach(), scored.entropy.detach()
         sums = {"loss_sum": loss, "entropy_sum": entropy.sum(), **result.sums}
         maxima: dict[str, Tensor] = {}
@@ -181,11 +191,27 @@ class GradientStep:
     def _by_earlier_policies(self, packed: PackedMinibatch) -> dict[str, Tensor]:
         """{name in `packed.scores`: [N]}, without policies that are still this one; collective."""
         found = {}
-        if self._batch_start and self._batch_start.has_moved:
-            found["old"] = self._batch_start.logprobs(packed, **self._setting)
-        if self._first_policy and self.clocks.steps:
+        if self._batch_start and self._batch_start.has_moved and not self.repeats:
+            found[OLD] = self._batch_start.logprobs(packed, **self._setting)
+        if self._first_policy and self.clocks.steps and not self.repeats:
             found[REFERENCE] = self._first_policy.logprobs(packed, **self._setting)
         return found
+
+    @property
+    def repeats(self) -> bool:
+        """Whether the current step belongs to a later pass over its batch."""
+        return self._batching.pass_of(self._num_ended % self._batching.steps_per_batch) > 1
+
+    @property
+    def held_columns(self) -> dict[str, int]:
+        """{name in `packed.scores`: columns} of what the first pass has held for this step."""
+        return dict.fromkeys(self._own_scores, 0) if self.repeats else {}
+
+    @property
+    def _own_scores(self) -> tuple[str, ...]:
+        """The scores that this rank computes itself, with earlier weights of the policy."""
+        by = {OLD: self._batch_start, REFERENCE: self._first_policy}
+        return tuple(name for name, earlier in by.items() if earlier)
 
     @torch.no_grad()
     def _by_own_experts(self, packed: PackedMinibatch) -> Tensor | None:
@@ -271,6 +297,7 @@ class GradientStep:
                 self.routing.shares = shares_of(choices)
         if choices is not None:
             metrics |= load_metrics(choices)
+        self._num_ended += 1
         self.discard()
         return StepResult(
             skipped=skipped,
@@ -415,10 +442,17 @@ class BatchStart(EarlierPolicy):
     """Scores minibatches with the weights that the policy had at the start of the current batch.
 
     The mode `decoupled` with several steps a batch divides by these probabilities. A second copy of
-    this rank's shards is kept, so that no step waits until the whole batch has been scored.
+    this rank's shards is kept, so that no step waits until the whole batch has been scored. With
+    one step a pass there is none: the first pass is that policy's own, and later ones read what it
+    has scored.
     """
 
     has_moved = False  # since the start of the batch; the same on all ranks
+
+    def __init__(self, policy: PolicyModel, *, keeps: bool = True) -> None:
+        """`keeps`: a step of the first pass may follow another."""
+        super().__init__(policy)
+        self._keeps = keeps
 
     def begin_batch(self) -> None:
         """Compare the steps that follow with the policy as it is now."""
@@ -426,6 +460,6 @@ class BatchStart(EarlierPolicy):
 
     def before_update(self) -> None:
         """Keep the current weights, unless a step of this batch has moved them already."""
-        if not self.has_moved:
+        if self._keeps and not self.has_moved:
             self.keep()
         self.has_moved = True

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import pickle
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,7 @@ from scripted_run import ATTENTION_RATIO, Run, make_config, split_steps
 
 from async_grpo.batching.failures import MAX_SEQUENTIAL_FAILURES
 from async_grpo.environments.base import EpisodeFailed, FailureClass
+from async_grpo.training.learner import FirstPass
 from async_grpo.types import EndOfStep, Minibatch, WeightsVersion
 from async_grpo.util.errors import AsyncGrpoError, ConfigError, WorkerError
 
@@ -270,6 +272,39 @@ def test_the_end_of_a_complete_step_comes_with_its_last_round():
     *first, last = run(scenario())
     assert [list(map(type, items)) for items in first] == [[Minibatch]] * len(first)
     assert list(map(type, last)) == [Minibatch, EndOfStep]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_every_pass_trains_each_sample_that_was_sent_once_and_the_ledger_admits_it_once(seed):
+    """Each rank's later passes are its first one's minibatches; groups fail, are even, are drawn
+    again."""
+    config = make_config(
+        num_passes=3, train_minibatch_size=2, max_staleness=1, dynamic_sampling=1, advantage="dr"
+    )
+    script = Script(config=config, seed=seed, flaky=frozenset({2}), dropped=frozenset({5}),
+                    even=frozenset({1, 7}))  # fmt: skip
+    items, status, running = run(train(script))
+    passes, fates = [Counter() for _ in range(3)], [Counter() for _ in range(3)]
+    for rank, own in enumerate(items):
+        held = FirstPass(config.batching)
+        for minibatches, end in split_steps(own):
+            for minibatch in minibatches:
+                held.keep(minibatch)
+            held.step_ended(end, [{}] * len(minibatches))
+            again = list(held.again(end)) if end.is_last_of_batch else []
+            later = split_steps(again)
+            assert [e.step_in_batch for _, e in later] == list(range(2, 6)) * bool(later)
+            for rounds, each in [(minibatches, end), *later]:
+                number = each.step_in_batch // 2
+                passes[number].update(keys(rounds))
+                fates[number].update(each.fates if rank == 0 else {})
+                assert each.num_samples == sum(
+                    each.fates[fate] for fate in ("trained", "zero_contribution")
+                )
+    assert passes[0] == passes[1] == passes[2] and set(passes[0].values()) == {1}
+    assert [each["trained"] for each in fates] == [len(passes[0])] * 3
+    assert status.done == running.batcher._ledger.admitted_samples
+    assert running.batcher._ledger.fates.samples["trained"] == len(passes[0])
 
 
 def test_the_status_follows_samples_through_the_stages():

@@ -24,8 +24,8 @@ def test_a_threshold_that_is_not_reached_has_no_time():
 
 def test_bounds_are_compared_seed_by_seed():
     curves = {
-        0: [rows(RISING, seconds=2.0), rows(RISING, seconds=4.0)],
-        1: [rows(RISING, seconds=1.0), rows(RISING, seconds=3.0)],
+        "staleness 0": [rows(RISING, seconds=2.0), rows(RISING, seconds=4.0)],
+        "staleness 1": [rows(RISING, seconds=1.0), rows(RISING, seconds=3.0)],
     }
     figures = {(figure.name, figure.unit): figure for figure in figures_of(curves)}
     ratio = figures["staleness 1, time to reward 0.8 / staleness 0's", "fraction"]
@@ -35,14 +35,17 @@ def test_bounds_are_compared_seed_by_seed():
 
 
 def test_a_bound_that_misses_the_threshold_is_not_given_a_time():
-    curves = {0: [rows(RISING, seconds=2.0)], 1: [rows([0.5] * 20, seconds=1.0)]}
+    curves = {
+        "staleness 0": [rows(RISING, seconds=2.0)],
+        "staleness 1": [rows([0.5] * 20, seconds=1.0)],
+    }
     names = [figure.name for figure in figures_of(curves)]
     assert "staleness 0, to reward 0.8" in names
     assert not [name for name in names if name.startswith("staleness 1") and "0.8" in name]
 
 
 def test_the_picture_shows_seeds_over_wall_clock(tmp_path):
-    curves = {bound: [rows(RISING, seconds=1.0 + seed) for seed in (0, 1)] for bound in (0, 1)}
+    curves = {bound: [rows(RISING, seconds=1.0 + seed) for seed in (0, 1)] for bound in "01"}
     draw(curves, tmp_path / "curves.svg")
     assert (tmp_path / "curves.svg").read_text().startswith("<?xml")
-    assert WALL_CLOCK in curves[0][0][0]
+    assert WALL_CLOCK in curves["0"][0][0]

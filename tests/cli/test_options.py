@@ -208,7 +208,8 @@ def test_help_answers_at_once_because_nothing_heavy_is_imported(script):
         (["--actor_rollout_ref.rollout.n=8"], "Did you mean '--samples-per-question'?"),
         (["actor_rollout_ref.actor.kl_loss_coef=0.1"], "Did you mean '--kl-coefficient'?"),
         (["--vllm-max-model-length", "8"], "Here it is --max-model-len of `async-grpo worker`"),
-        (["--num-iterations", "2"], "There is no such option here: remove it"),
+        (["--num-iterations", "2"], "Did you mean '--num-passes'?"),
+        (["--top-k", "2"], "There is no such option here: remove it"),
     ],
 )
 def test_a_name_of_trl_or_verl_is_told_by_ours(typed, told):

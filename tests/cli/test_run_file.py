@@ -104,7 +104,7 @@ TRAIN = "[train]\n"
          " the nearest is learning_rate: correct or remove it"),
         ("[train]\nactor_rollout_ref.rollout.n = 8",
          "rollout.n is no option of `async-grpo train`, the nearest is samples_per_question"),
-        ("[train]\nnum_iterations = 2", "there is no such option here: remove it"),
+        ("[train]\ntop_k = 2", "there is no such option here: remove it"),
         ("[train]\nvllm_max_model_length = 2", "here it is --max-model-len of `async-grpo worker`"),
         ("[trian]\nx = 1", r"run.toml: \[trian\] is no table of a run, the nearest is train"),
         ("batch_size = 1", r"batch_size must stand in a table, got 1: write \[train\]"),

@@ -53,6 +53,16 @@ def config(**options):
         ({"max_tokens_per_gpu": 512}, r"must exceed --max-generation-tokens \(512\)"),
         ({"deterministic": True, "max_staleness": 1}, "--max-staleness must be 0"),
         ({"max_staleness": 1, "importance_correction": "mask"}, "it would correct twice"),
+        (
+            {"num_passes": 2, "ratio_mode": "on_policy"},
+            "--ratio-mode must not be on_policy with --num-passes above 1: later passes train "
+            "samples of a policy that the passes before have left, got 'on_policy'",
+        ),
+        ({"num_passes": 0}, "--num-passes must be positive"),
+        (
+            {"num_passes": 2, "algorithm": "sft"},
+            "--num-passes needs an algorithm that samples outputs, got 2: raise",
+        ),
         ({"ratio_mode": "behaviour", "importance_correction": "truncate"}, "correct twice"),
         ({"ratio_level": "sequence", "aggregation": "token-mean"}, "--ratio-level must be token"),
         ({"ratio_level": "sequence", "policy_loss": "cispo"}, "--ratio-level must be token"),
@@ -138,6 +148,9 @@ def test_a_high_learning_rate_is_taken_from_who_says_so():
         ({"max_staleness": 1}, "behaviour"),
         ({"max_staleness": 0, "batch_size": 8, "train_minibatch_size": 4}, "behaviour"),
         ({"max_staleness": 1, "ratio_mode": "on_policy"}, "on_policy"),
+        ({"max_staleness": 0, "num_passes": 2}, "decoupled"),
+        ({"max_staleness": 1, "num_passes": 2}, "decoupled"),
+        ({"num_passes": 2, "ratio_mode": "behaviour"}, "behaviour"),
     ],
 )
 def test_the_ratio_mode_follows_from_the_configuration(options, mode):

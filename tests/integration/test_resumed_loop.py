@@ -51,6 +51,7 @@ LAGGING = EXACT | {
     "checkpoint_every_batches": 3,
     "num_batches_per_ref_model_update": 2,
 }
+TWICE = EXACT | {"num_passes": 2, "num_training_batches": 3, "checkpoint_every_batches": 1}
 SUPERVISED = {
     "algorithm": "sft",
     "batch_size": 4,
@@ -122,6 +123,10 @@ def lives(world):
         *(asked_lives(lagged(make_story(world, "controlled", CONTROLLED))) if FULL else ()),
         Life(late, replays=4),
         Life(killed, replays=3),
+        Life(of("twice", options=TWICE)),
+        Life(of("twice-killed", options=TWICE), death=Death(STEP, 7)),  # in pass 2 of batch 1
+        Life(of("twice-killed", options=TWICE)),
+        Life(of("twice-killed", options=TWICE), replays=2),
         Life(supervised("pairs")),
         Life(supervised("pairs-killed"), death=Death(STEP, 4)),
         Life(supervised("pairs-killed")),
@@ -368,6 +373,37 @@ def test_generation_that_ran_ahead_is_sampled_again_once(lived, world):
     assert relative_difference(moved, should) < 1e-4
 
 
+def test_a_run_killed_in_a_second_pass_trains_each_sample_once_in_each_pass(lived, world):
+    """Policy, moments, clocks and ledger to the bit: what the broken passes did is in none."""
+    assert codes(lived[0]["twice-killed"]) == [[-9], [0]], logs(lived[0]["twice-killed"])
+    assert "goes on after batch 1" in lived[0]["twice-killed"][1]["log"]
+    assert_same_bits(tensors(world, "twice-killed", 3), tensors(world, "twice", 3))
+    alone, killed = manifest(world, "twice", 3), manifest(world, "twice-killed", 3)
+    assert state_of(killed) == state_of(alone)
+    rows, again = (
+        [without_timing(row) for row in world.rows(name)] for name in ("twice", "twice-killed")
+    )
+    assert rows == again
+    assert [row["step"] for row in rows] == list(range(1, 13))
+    assert [row["pass_number"] for row in rows] == [1, 1, 2, 2] * 3
+    assert [row["drift_steps"] for row in rows] == [0, 1, 2, 3] * 3
+    assert len({row["learning_rate"] for row in rows}) == 12
+    check_groups(world, "twice-killed", 18)
+    for name in ("fate_trained", "fate_zero_contribution", "num_samples", "avg_reward"):
+        of_batches = [[row[name] for row in rows[n : n + 4]] for n in (0, 4, 8)]
+        assert all(own[:2] == own[2:] for own in of_batches), name
+    assert any(row["clip_fraction"] for row in rows)
+    totals = [row["total_samples_accumulated"] for row in rows]
+    assert totals[1] == totals[3] and totals[-1] == 18 * GROUP
+    clocks, ledger = alone["state"]["clocks"], alone["state"]["resume"]["ledger"]
+    assert clocks == {
+        "steps": 12,
+        "samples": 2 * totals[-1],
+        "tokens": 2 * rows[-1]["total_tokens"],
+    }
+    assert ledger["samples"]["trained"] == sum(r["fate_trained"] for r in rows) // 2
+
+
 def test_a_supervised_run_goes_on_to_the_bit(lived, world):
     assert codes(lived[0]["pairs-killed"]) == [[-9], [0]], logs(lived[0]["pairs-killed"])
     assert_same_bits(tensors(world, "pairs-killed", 4), tensors(world, "pairs", 4))
@@ -394,6 +430,7 @@ def test_a_supervised_run_goes_on_to_the_bit(lived, world):
     [
         ("late", "batch_3", "batches 3 to 4"),
         ("killed", "model", "batches 0 to 3"),
+        ("twice-killed", "batch_", "batch"),
         pytest.param("controlled", "batch_", "", marks=ASKED),
     ],
 )

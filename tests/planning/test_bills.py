@@ -114,6 +114,24 @@ def test_a_machine_without_the_memory_is_refused():
     check_fits(replace(run, host_bytes=64 * GIB))
 
 
+def test_a_batch_of_several_passes_is_billed_in_the_host_with_what_teachers_sent():
+    """64 questions x 8 samples of 1,024 tokens on 2 ranks; 13 bytes a token, 4 a log-probability,
+    and of each teacher's hidden state 2 a number."""
+
+    def held(run):
+        lines = rank_bill_of(run, 2).lines
+        return [line for line in lines if line.name == "a batch for its later passes"]
+
+    assert held(asked(kl=0.1)) == []
+    teacher = WorkerConfig(mode="teacher", name="sums", model_path="m", max_model_len=4096)
+    taught = {"teacher_for": "sums", "gkd_coefficient": 1.0, "teacher_payload": "hidden"}
+    tokens = 64 * 8 // 2 * 1024
+    for more, token in (({}, 13 + 4), ({"workers": [teacher], **taught}, 13 + 4 + 4 + 2 * 3584)):
+        (line,) = held(asked(kl=0.1, num_passes=2, **more))
+        assert (line.num_bytes, line.on_host) == (tokens * token, True)
+        assert line.formula == f"{token} a token of B n / ranks longest outputs"
+
+
 def test_buckets_are_those_of_the_weights():
     assert bills.BUCKET_BYTES == buckets.BUCKET_BYTES
     assert bills.BUCKETS == gather.NUM_HOST_BUFFERS

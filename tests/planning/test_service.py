@@ -91,6 +91,20 @@ def test_without_overlap_a_batch_takes_the_sum_of_its_parts():
     assert mean(steps, lambda step: step.engines_stalled_s) == pytest.approx(0.1)
 
 
+@pytest.mark.parametrize("steps_per_batch", [1, 2])
+def test_a_batch_of_three_passes_trains_three_times_and_is_sampled_once(steps_per_batch):
+    trainer = dataclasses.replace(PLAIN.trainer, step_s=0.1)
+    once = dataclasses.replace(PLAIN, trainer=trainer, steps_per_batch=steps_per_batch)
+    thrice = dataclasses.replace(once, num_passes=3)
+    one, three = (mean(simulate(each)[2:], lambda step: step.seconds) for each in (once, thrice))
+    training = TRAINING / steps_per_batch + 0.1  # of a step
+    assert three == pytest.approx(one + 2 * training, abs=0.02)
+    busy = mean(simulate(thrice)[2:], lambda step: step.busy_s)
+    assert busy == pytest.approx(3 * TRAINING / steps_per_batch)
+    samples = mean(simulate(thrice)[2:], lambda step: step.num_samples)
+    assert samples == 16 / steps_per_batch
+
+
 @pytest.mark.parametrize("bound", [2, 4])
 def test_with_overlap_a_batch_takes_the_longest_of_its_parts(bound):
     steps = simulate(dataclasses.replace(PLAIN, max_staleness=bound))[4:-bound]

@@ -55,7 +55,7 @@ def record(tmp_path, items, **options):
     config = learner.config
     log = MinibatchLog(config.recording, ALONE, first=0, options=config.options())
     learner.recorder.begin(log)
-    for item in items:
+    for item in learner.in_passes(items):
         learner.accumulate(item) if isinstance(item, Minibatch) else learner.update(item)
     return tmp_path
 
@@ -101,6 +101,22 @@ def test_a_minibatch_that_was_changed_by_one_bit_is_named(recorded):
     difference, number = replayed(recorded)
     place = "gradient step 3 (batch 1), round 1, rank 0: the "
     assert difference.startswith(place), difference
+    assert number == 3
+
+
+def test_later_passes_are_recorded_with_what_they_compare_with_and_come_to_the_same_bits(
+    tmp_path, items
+):
+    record(tmp_path, items, num_passes=2)
+    assert replayed(tmp_path, num_passes=2) == (None, 2 * NUM_STEPS)
+
+    def change(sample):
+        far = np.float32(5 * np.sign(sample.advantage))  # to where the clip has a gradient
+        return replace(sample, scores={**sample.scores, "old": sample.scores["old"] + far})
+
+    altered(tmp_path, 5, change)
+    difference, number = replayed(tmp_path, num_passes=2)
+    assert difference.startswith("gradient step 3 (batch 0), round 1, rank 0: the sum of losses")
     assert number == 3
 
 

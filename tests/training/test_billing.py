@@ -10,12 +10,13 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from oracle import tiny_model
 
+from async_grpo.algorithms.find import find_algorithm
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.devices.bill import GIB, Training, trainer_bill
 from async_grpo.model.policy import PolicyModel
 from async_grpo.planning.asked import PUBLISHED, shape_of_config
 from async_grpo.training import learner
-from async_grpo.training.billing import too_large
+from async_grpo.training.billing import as_billed, too_large
 from async_grpo.util.errors import ConfigError
 
 FITS_TWO = 64_600_000  # bytes for the tiny model where two ranks share it
@@ -124,3 +125,16 @@ def test_where_each_rank_holds_the_model_sharding_it_is_a_remedy(
         shard_with(FITS_TWO, monkeypatch, share=1, device="cuda", fsdp_sharding_strategy=strategy)
     for held in ("master weights: 4 P / 1 ranks", "gradients: 4 P / 1", f"moments: {moments}"):
         assert held in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "keeps"),
+    [({"num_passes": 2}, False), ({"num_passes": 2, "train_minibatch_size": 8}, True)],
+)
+def test_passes_of_one_step_are_billed_no_copy_of_the_old_policy(options, keeps):
+    config = TrainConfig(model_name_or_path="m", data_path="d", **options)
+    billed = as_billed(
+        config.memory, find_algorithm(config), tokens=64, num_ranks=1, shard_ranks=1,
+        number_bytes=4,
+    )  # fmt: skip
+    assert billed.keeps_old_policy is keeps

@@ -221,3 +221,18 @@ def test_the_run_s_length(options, length):
     for tenths in (0, 5, 9, 10):
         run.clocks = Clocks(length.steps * tenths // 10, length.samples * tenths // 10)
         assert run.learning_rate(0) == pytest.approx(1 - tenths / 10)
+
+
+@pytest.mark.parametrize("clock", ["steps", "samples"])
+def test_the_schedule_ends_with_the_last_pass_of_the_last_batch(clock):
+    """Three batches of two steps of one question, in two passes: 12 steps of 8 samples."""
+    run = Run(
+        lr_scheduler="linear", schedule_clock=clock, learning_rate=1e-6, num_training_batches=3,
+        batch_size=2, train_minibatch_size=1, num_passes=2,
+    )  # fmt: skip
+    rates = []
+    for _ in range(12):
+        rates.append(run.learning_rate(8))
+        run.stepped(8)
+    assert rates == pytest.approx([1e-6 * (1 - n / 12) for n in range(12)])
+    assert run.learning_rate(8) == 0.0

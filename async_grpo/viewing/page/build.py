@@ -129,19 +129,22 @@ def header_of(
 
 
 def step_of(line: Line, config: Line) -> int:
-    """The gradient step of the run, from 1, that the line's slot belongs to.
+    """The gradient step of the run, from 1, that trains the line's slot, first of all passes.
 
     >>> step_of({"batch": 2, "ordinal": 21}, {"batch_size": 8, "train_minibatch_size": 4})
     6
+    >>> step_of({"batch": 2, "ordinal": 21}, {"batch_size": 8, "num_passes": 3})
+    7
     >>> step_of({"batch": 2, "set": "math"}, {"batch_size": 8, "train_minibatch_size": 4})  # after
     4
     """
     size = config.get("batch_size") or 1
     per_step = config.get("train_minibatch_size") or size
+    before = line["batch"] * (size // per_step) * (config.get("num_passes") or 1)
     if "set" in line:
-        return int(line["batch"] * (size // per_step))
+        return int(before)
     within = (line["ordinal"] - line["batch"] * size) // per_step if per_step < size else 0
-    return int(line["batch"] * (size // per_step) + within + 1)
+    return int(before + within + 1)
 
 
 def steps_of(dump: Dump, choice: Choice) -> tuple[list[Line], dict[Key, Place]]:
