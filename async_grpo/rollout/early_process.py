@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
-from typing import Any
+from multiprocessing.context import SpawnContext, SpawnProcess
 
 from async_grpo.util.imports import without_collection
+
+Run = Callable[..., object]
+Arguments = Mapping[str, object]
 
 
 def import_vllm() -> None:
@@ -49,16 +51,16 @@ class EarlyProcess:
         usual = utils.get_mp_context
         utils.get_mp_context = lambda: _Context(usual(), self._take)
 
-    def _take(self, **options: Any) -> SpawnProcess | None:
+    def _take(self, target: Run, name: str, kwargs: Arguments) -> SpawnProcess | None:
         """The process, whose start sends it what it is to run; None: it cannot be used."""
         process, self._process = self._process, None
-        if process is None or options["kwargs"].get("tensor_queue") is not None:
+        if process is None or kwargs.get("tensor_queue") is not None:
             return None  # the latter is inherited at a process's beginning only
-        process.name = options["name"]
+        process.name = name
 
         def start() -> None:
             # vLLM and this worker have set variables since.
-            self._here.send((dict(os.environ), options["target"], options["kwargs"]))
+            self._here.send((dict(os.environ), target, kwargs))
             self._here.close()
 
         process.start = start  # type: ignore[method-assign]
@@ -68,14 +70,17 @@ class EarlyProcess:
 class _Context:
     """The way to make processes that vLLM has chosen, but for one process."""
 
-    def __init__(self, usual: Any, take: Callable[..., SpawnProcess | None]) -> None:
+    def __init__(
+        self, usual: SpawnContext, take: Callable[[Run, str, Arguments], SpawnProcess | None]
+    ) -> None:
         self._usual = usual
         self._take = take
 
-    def Process(self, **options: Any) -> SpawnProcess:
-        return self._take(**options) or self._usual.Process(**options)
+    def Process(self, *, target: Run, name: str, kwargs: Arguments) -> SpawnProcess:
+        early = self._take(target, name, kwargs)
+        return early or self._usual.Process(target=target, name=name, kwargs=kwargs)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._usual, name)
 
 
