@@ -1,16 +1,20 @@
 """Workers that give their devices to the trainer, under a real registry in a clock that jumps."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
-from faulty_workers import V0, V1
+from faulty_workers import V0, V1, now_s
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted import run
+from ray.exceptions import RayTaskError
+from scripted import Handle, run
 from test_worker_faults import INTERVAL_S, LEASE_S, call, two_workers
 
+from async_grpo.gateway.run_gateway import Engines
 from async_grpo.util import deadlines
-from async_grpo.util.errors import LossCause, NoWorkerError, WorkerError
+from async_grpo.util.errors import AsyncGrpoError, LeaseLost, LossCause, NoWorkerError, WorkerError
+from async_grpo.util.waiting import TRIES
 
 
 def test_a_worker_gets_no_lease_from_its_rest_to_the_next_weights():
@@ -103,6 +107,74 @@ def test_a_new_worker_whose_process_ends_asleep_is_its_dispatchers_to_start_agai
         scene.workers["third"].die()
         with pytest.raises(WorkerError, match="third died"):
             await joining
+
+    run(scenario())
+
+
+class Controller:
+    """Of a run; it answers the gateway as the real one does."""
+
+    def __init__(self, scene, *, stall_timeout_s):
+        self._scene, self._stall_timeout_s = scene, stall_timeout_s
+
+    async def ask(self, run, role, method, request, *, cost, prefer):
+        limit_s = self._stall_timeout_s
+        try:
+            async with self._scene.registry.lease(cost, prefer=prefer, timeout_s=limit_s) as worker:
+                return (await worker.call(method, request),)
+        except AsyncGrpoError as error:
+            raise RayTaskError("ask", "", error).as_instanceof_cause() from None
+
+
+def engines_of(scene, *, stall_timeout_s=900.0):
+    """As the gateway of a run asks them."""
+    engines = Engines(1)
+    controller = Handle(Controller(scene, stall_timeout_s=stall_timeout_s))
+    engines._client = SimpleNamespace(controller=controller, run=None)
+    return engines
+
+
+def test_a_turn_of_the_gateway_waits_for_the_wake_and_one_that_a_rest_cuts_is_sampled_again():
+    async def scenario():
+        scene, _, _ = await two_workers()
+        engines = engines_of(scene)
+        cut = asyncio.create_task(engines.turn(30.0, prefer=None))
+        await asyncio.sleep(10)
+        await scene.registry.rest()
+        late = asyncio.create_task(engines.turn(5.0, prefer="first"))
+        await asyncio.sleep(600)  # a batch trains
+        assert not cut.done() and not late.done()
+        await scene.publish(V1)
+        woken_at = now_s()
+        assert [await late, await cut] == [V1, V1]
+        assert now_s() - woken_at == pytest.approx(30.0, abs=0.1)
+
+    run(scenario())
+
+
+def test_a_turn_that_every_rest_cuts_is_refused_with_the_reason():
+    async def scenario():
+        scene, _, _ = await two_workers()
+        long = asyncio.create_task(engines_of(scene).turn(30.0, prefer=None))
+        for batch in range(1, TRIES + 1):
+            await asyncio.sleep(10)
+            await scene.registry.rest()
+            await scene.publish(V0._replace(batches=batch))
+        with pytest.raises(LeaseLost, match="has ended: the trainer needs its devices"):
+            await long
+
+    run(scenario())
+
+
+def test_a_turn_that_no_wake_serves_within_the_stall_timeout_is_refused_with_the_reason():
+    async def scenario():
+        scene, _, _ = await two_workers()
+        await scene.registry.rest()
+        asked_at = now_s()
+        asleep = "2 registered, asleep until the trainer leaves their devices"
+        with pytest.raises(NoWorkerError, match=f"was free within 900 s .*: {asleep}"):
+            await engines_of(scene).turn(5.0, prefer=None)
+        assert 900 <= now_s() - asked_at < 2 * 900
 
     run(scenario())
 
