@@ -17,6 +17,12 @@ from async_grpo.util.errors import AsyncGrpoError, LeaseLost, LossCause, NoWorke
 from async_grpo.util.waiting import TRIES
 
 
+async def two_asleep():
+    scene, first, second = await two_workers()
+    await scene.registry.rest()
+    return scene, first, second
+
+
 def test_a_worker_gets_no_lease_from_its_rest_to_the_next_weights():
     async def scenario():
         scene, first, second = await two_workers()
@@ -40,8 +46,7 @@ def test_a_worker_gets_no_lease_from_its_rest_to_the_next_weights():
 
 def test_a_worker_that_dies_asleep_is_counted_and_its_successor_sleeps_until_weights_come():
     async def scenario():
-        scene, first, _ = await two_workers()
-        await scene.registry.rest()
+        scene, first, _ = await two_asleep()
         first.die()
         await asyncio.sleep(INTERVAL_S + LEASE_S)
         assert scene.names == ["second"]
@@ -58,8 +63,7 @@ def test_a_worker_that_dies_asleep_is_counted_and_its_successor_sleeps_until_wei
 
 def test_a_worker_that_dies_while_it_wakes_is_fenced_and_the_others_serve():
     async def scenario():
-        scene, first, _ = await two_workers()
-        await scene.registry.rest()
+        scene, first, _ = await two_asleep()
         first.fault = ("fetch", "dies")
         report = await scene.publish(V1)
         assert [ack.worker_id for ack in report.acks] == ["second"]
@@ -86,8 +90,7 @@ def test_a_worker_that_does_not_sleep_in_time_is_ended_so_that_its_devices_are_f
 
 def test_a_worker_that_registers_while_weights_come_serves_these():
     async def scenario():
-        scene, _, _ = await two_workers()
-        await scene.registry.rest()
+        scene, _, _ = await two_asleep()
         joining = asyncio.create_task(scene.join("third", phase_s=1.0))
         await asyncio.sleep(0.1)  # it is falling asleep
         await scene.publish(V1)
@@ -100,8 +103,7 @@ def test_a_worker_that_registers_while_weights_come_serves_these():
 
 def test_a_new_worker_whose_process_ends_asleep_is_its_dispatchers_to_start_again():
     async def scenario():
-        scene, _, _ = await two_workers()
-        await scene.registry.rest()
+        scene, _, _ = await two_asleep()
         joining = asyncio.create_task(scene.join("third", phase_s=1.0))
         await asyncio.sleep(0.1)
         scene.workers["third"].die()
@@ -168,8 +170,7 @@ def test_a_turn_that_every_rest_cuts_is_refused_with_the_reason():
 
 def test_a_turn_that_no_wake_serves_within_the_stall_timeout_is_refused_with_the_reason():
     async def scenario():
-        scene, _, _ = await two_workers()
-        await scene.registry.rest()
+        scene, _, _ = await two_asleep()
         asked_at = now_s()
         asleep = "2 registered, asleep until the trainer leaves their devices"
         with pytest.raises(NoWorkerError, match=f"was free within 900 s .*: {asleep}"):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from oracle import VOCAB_SIZE, make_sample, oracle_logprobs, oracle_twin, tiny_model
+from scored_by_ranks import Reference
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
@@ -41,17 +42,6 @@ def save_tokenizer(folder):
 @pytest.fixture
 def worker(folder):
     return LogprobWorker(folder, worker_id="r0", max_tokens=200)
-
-
-class Reference:
-    """The reference to an object in the store."""
-
-    def __init__(self, value):
-        self.value = value
-
-    def __await__(self):
-        yield from ()
-        return self.value
 
 
 def snapshot(version, *, names=lambda name: name, among=""):
