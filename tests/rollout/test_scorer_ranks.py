@@ -13,7 +13,7 @@ import psutil
 import pytest
 import scored_by_ranks
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from oracle import VOCAB_SIZE
 from test_logprob_worker import folder, save_tokenizer
@@ -138,6 +138,7 @@ def runs(pid):
 @given(
     st.lists(st.integers(1, 100), min_size=1, max_size=40), st.integers(1, 8), st.integers(100, 400)
 )
+@example([100, 100, 20], 3, 100)  # the last finds room on the rank with least, not on the first
 def test_each_output_is_dealt_once_and_no_rank_gets_more_than_it_may_take(sizes, num_ranks, room):
     *shares, left = deal(sizes, num_ranks, max_tokens=room)
     assert len(shares) == num_ranks
