@@ -88,6 +88,21 @@ def test_a_worker_that_does_not_sleep_in_time_is_ended_so_that_its_devices_are_f
     run(scenario())
 
 
+def test_a_worker_that_still_loads_when_a_rest_begins_gets_no_lease_for_these_weights():
+    async def scenario():
+        scene, _, second = await two_workers()
+        second.phase_s = 3.0
+        publishing = asyncio.create_task(scene.publish(V1))
+        await asyncio.sleep(5)  # one serves already
+        await scene.registry.rest()
+        await publishing
+        assert second.version == V1 and second.is_asleep
+        with pytest.raises(NoWorkerError):
+            await scene.lease(V0)
+
+    run(scenario())
+
+
 def test_a_worker_that_registers_while_weights_come_serves_these():
     async def scenario():
         scene, _, _ = await two_asleep()

@@ -1,11 +1,15 @@
 """A scorer sharded over processes, held to the same worker with one."""
 
 import asyncio
+import contextlib
+import multiprocessing
 import os
 import pickle
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -20,8 +24,10 @@ from test_logprob_worker import folder, save_tokenizer
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from async_grpo.config.worker_config import WorkerConfig
-from async_grpo.rollout.scorer_ranks import deal
-from async_grpo.util.errors import ConfigError
+from async_grpo.model.scorer import Scorer
+from async_grpo.rollout import scorer_ranks
+from async_grpo.rollout.scorer_ranks import RankOptions, ScorerRanks, deal
+from async_grpo.util.errors import ConfigError, WeightSyncError
 
 __all__ = ["folder"]  # a fixture
 SCRIPT = Path(scored_by_ranks.__file__)
@@ -133,6 +139,80 @@ def test_a_worker_ends_with_any_of_its_ranks(folder, tmp_path):
 def runs(pid):
     """Whether a process is there, and no zombie."""
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize("payload", [None, scored_by_ranks.PAYLOADS[0]])
+def test_a_rank_without_outputs_joins_the_forward_and_answers_nothing(payload, folder):
+    scorer, forwards = Scorer(folder, device=torch.device("cpu")), []
+    pack = scorer.packed
+    scorer.packed = lambda pairs: forwards.append(len(pairs)) or pack(pairs)
+    assert scorer_ranks.score(scorer, [], 1.0, VOCAB_SIZE, payload) == []
+    assert forwards == [1]
+
+
+@pytest.fixture
+def ranks(monkeypatch):
+    """Three ranks of a worker; those above 0 are threads, and the scorer of each is its number."""
+
+    def follow(rank, pipe):
+        with contextlib.suppress(EOFError, OSError):  # the test has ended
+            while True:
+                task, arguments = pipe.recv()
+                pipe.send(scorer_ranks._attempt(Numbered(rank), task, arguments))
+
+    def start(self, options, port):
+        for rank in range(1, options.num_ranks):
+            here, there = multiprocessing.Pipe()
+            self._pipes.append(here)
+            there.send(None)  # it is ready
+            threading.Thread(target=follow, args=(rank, there), daemon=True).start()
+        return []
+
+    monkeypatch.setattr(ScorerRanks, "_start", start)
+    monkeypatch.setattr(RankOptions, "scorer", lambda self, rank, port: Numbered(rank))
+    monkeypatch.setattr(scorer_ranks, "_watch", lambda sentinels, sentence: None)
+    return ScorerRanks(RankOptions("w", "m", "auto", 3, False, 0.0))
+
+
+class Numbered(int):
+    def release(self):
+        pass
+
+
+def slowly(number, what):
+    time.sleep(0.001)
+    return int(number), what
+
+
+def refuse(number, which):
+    if which:
+        raise WeightSyncError(f"refused by {int(number)}")
+
+
+def divide(number, by):
+    return number // by
+
+
+def test_tasks_that_come_together_get_the_answers_of_their_own_ranks(ranks):
+    with ThreadPoolExecutor(8) as pool:
+        asked = [[(100 * rank + number,) for rank in range(3)] for number in range(40)]
+        found = list(pool.map(lambda arguments: ranks.run(slowly, arguments), asked))
+    expected = [list(enumerate(what for (what,) in arguments)) for arguments in asked]
+    assert found == expected
+
+
+def test_after_a_task_that_all_ranks_refuse_the_next_gets_its_own_answers(ranks):
+    with pytest.raises(WeightSyncError, match="refused by 0"):
+        ranks.run(refuse, [(True,)] * 3)
+    assert ranks.run(slowly, [("a",), ("b",), ("c",)]) == [(0, "a"), (1, "b"), (2, "c")]
+
+
+def test_any_other_error_ends_the_process_because_ranks_may_wait_for_each_other(ranks, monkeypatch):
+    ended = []
+    monkeypatch.setattr(scorer_ranks, "_end", ended.append)
+    with pytest.raises(ZeroDivisionError):
+        ranks.run(divide, [(0,), (1,), (1,)])
+    assert ended == ["rank 0 failed: ZeroDivisionError: integer division or modulo by zero"]
 
 
 @given(
