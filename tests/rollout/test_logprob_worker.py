@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from async_grpo.rollout.logprob_worker import LogprobWorker
+from async_grpo.rollout.scorer_ranks import score
 from async_grpo.types import LogprobRequest, Pulse, WeightsVersion
 from async_grpo.util.errors import StaleAnswerError, WeightSyncError, WorkerError
 from async_grpo.weight_sync.buckets import pack
@@ -104,6 +105,37 @@ def test_many_requests_at_once_get_what_each_would_get_alone(worker):
         assert error_of(request, scores) < 1e-5
     assert sum(sizes) == 72
     assert len(sizes) < 24  # they shared forwards
+
+
+class TwoRanks:
+    """Of a worker, in turn by one model; `shares`: tokens of each rank's outputs, by forward."""
+
+    num_ranks = 2
+
+    def __init__(self, scorer):
+        self._scorer, self.shares = scorer, []
+
+    def run(self, task, arguments):
+        if task is score:
+            self.shares.append([[len(ids) for _, ids in pairs] for pairs, *_ in arguments])
+        return [task(self._scorer, *own) for own in arguments]
+
+
+def test_a_forward_fills_all_ranks_and_what_no_rank_has_room_for_comes_next(worker):
+    """Three outputs fit into the tokens of both ranks, and each rank has room for one."""
+    request = make_request(1, num_outputs=5)
+    sizes = [120, 121, 122, 123, 124]
+    random = np.random.default_rng(0)
+    long = tuple(random.integers(VOCAB_SIZE, size=size).astype(np.int32) for size in sizes)
+    request = dataclasses.replace(request, output_token_ids=long)
+
+    async def scenario():
+        await worker.load_weights(snapshot(FIRST))
+        worker._ranks = TwoRanks(worker._scorer)
+        return await worker.logprobs(request)
+
+    assert error_of(request, asyncio.run(scenario())) < 1e-5
+    assert worker._ranks.shares == [[[120], [121]], [[122], [123]], [[], [124]]]
 
 
 def test_an_idle_model_answers_at_once(worker):
