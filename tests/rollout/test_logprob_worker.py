@@ -2,8 +2,10 @@
 
 import asyncio
 import dataclasses
+import os
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -271,6 +273,9 @@ def test_refused_weights_leave_the_old_ones_whole(worker):
         return await worker.logprobs(make_request(0))
 
     assert error_of(make_request(0), asyncio.run(scenario())) < 1e-5
+    descriptors = Path("/proc/self/fd").iterdir()
+    names = [os.readlink(each) for each in descriptors if each.is_symlink()]
+    assert not [name for name in names if "async-grpo-weights" in name]  # none is kept in memory
 
 
 def flip_a_byte(bucket):
