@@ -11,6 +11,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -26,7 +27,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.model.scorer import Scorer
 from async_grpo.rollout import scorer_ranks
-from async_grpo.rollout.scorer_ranks import RankOptions, ScorerRanks, deal
+from async_grpo.rollout.scorer_ranks import ScorerRanks, deal
 from async_grpo.util.errors import ConfigError, WeightSyncError
 
 __all__ = ["folder"]  # a fixture
@@ -150,28 +151,31 @@ def test_a_rank_without_outputs_joins_the_forward_and_answers_nothing(payload, f
     assert forwards == [1]
 
 
-@pytest.fixture
-def ranks(monkeypatch):
+OPEN_FOR_EVER = multiprocessing.Pipe()
+
+
+class Threads(ScorerRanks):
     """Three ranks of a worker; those above 0 are threads, and the scorer of each is its number."""
 
-    def follow(rank, pipe):
-        with contextlib.suppress(EOFError, OSError):  # the test has ended
-            while True:
-                task, arguments = pipe.recv()
-                pipe.send(scorer_ranks._attempt(Numbered(rank), task, arguments))
+    def __init__(self):
+        super().__init__(
+            SimpleNamespace(num_ranks=3, scorer=lambda rank, port: Numbered(rank))  # options
+        )
 
-    def start(self, options, port):
+    def _start(self, options, port):
         for rank in range(1, options.num_ranks):
             here, there = multiprocessing.Pipe()
             self._pipes.append(here)
             there.send(None)  # it is ready
             threading.Thread(target=follow, args=(rank, there), daemon=True).start()
-        return []
+        return [OPEN_FOR_EVER[0]]  # no rank ends
 
-    monkeypatch.setattr(ScorerRanks, "_start", start)
-    monkeypatch.setattr(RankOptions, "scorer", lambda self, rank, port: Numbered(rank))
-    monkeypatch.setattr(scorer_ranks, "_watch", lambda sentinels, sentence: None)
-    return ScorerRanks(RankOptions("w", "m", "auto", 3, False, 0.0))
+
+def follow(rank, pipe):
+    with contextlib.suppress(EOFError, OSError):  # the test has ended
+        while True:
+            task, arguments = pipe.recv()
+            pipe.send(scorer_ranks._attempt(Numbered(rank), task, arguments))
 
 
 class Numbered(int):
@@ -193,7 +197,8 @@ def divide(number, by):
     return number // by
 
 
-def test_tasks_that_come_together_get_the_answers_of_their_own_ranks(ranks):
+def test_tasks_that_come_together_get_the_answers_of_their_own_ranks():
+    ranks = Threads()
     with ThreadPoolExecutor(8) as pool:
         asked = [[(100 * rank + number,) for rank in range(3)] for number in range(40)]
         found = list(pool.map(lambda arguments: ranks.run(slowly, arguments), asked))
@@ -201,17 +206,18 @@ def test_tasks_that_come_together_get_the_answers_of_their_own_ranks(ranks):
     assert found == expected
 
 
-def test_after_a_task_that_all_ranks_refuse_the_next_gets_its_own_answers(ranks):
+def test_after_a_task_that_all_ranks_refuse_the_next_gets_its_own_answers():
+    ranks = Threads()
     with pytest.raises(WeightSyncError, match="refused by 0"):
         ranks.run(refuse, [(True,)] * 3)
     assert ranks.run(slowly, [("a",), ("b",), ("c",)]) == [(0, "a"), (1, "b"), (2, "c")]
 
 
-def test_any_other_error_ends_the_process_because_ranks_may_wait_for_each_other(ranks, monkeypatch):
+def test_any_other_error_ends_the_process_because_ranks_may_wait_for_each_other(monkeypatch):
     ended = []
     monkeypatch.setattr(scorer_ranks, "_end", ended.append)
     with pytest.raises(ZeroDivisionError):
-        ranks.run(divide, [(0,), (1,), (1,)])
+        Threads().run(divide, [(0,), (1,), (1,)])
     assert ended == ["rank 0 failed: ZeroDivisionError: integer division or modulo by zero"]
 
 

@@ -95,10 +95,10 @@ class Sharded(Scorer):
     is_sharded = True  # others gather from it
 
 
-def test_a_rank_that_shares_a_model_does_as_many_forwards_as_the_busiest(folder, monkeypatch):
+def test_a_rank_that_shares_a_model_does_as_many_forwards_as_the_busiest(folder):
     scorer, forwards = Sharded(folder, device=CPU), []
     pack = scorer.packed
-    monkeypatch.setattr(scorer, "packed", lambda pairs: forwards.append(len(pairs)) or pack(pairs))
+    scorer.packed = lambda pairs: forwards.append(len(pairs)) or pack(pairs)
     [work] = plan_round([readings(1)], teachers=(1, 1), width=WIDTH)
     [busiest] = plan_round([readings(11)], teachers=(1, 1), width=WIDTH)
     most = ExpressTeacher.num_forwards(busiest, max_tokens=MAX_TOKENS)
