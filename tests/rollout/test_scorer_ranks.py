@@ -178,6 +178,14 @@ def follow(rank, pipe):
             pipe.send(scorer_ranks._attempt(Numbered(rank), task, arguments))
 
 
+@pytest.fixture
+def ended(monkeypatch):
+    """The sentences with which this process would have ended."""
+    sentences = []
+    monkeypatch.setattr(scorer_ranks, "_end", sentences.append)
+    return sentences
+
+
 class Numbered(int):
     def release(self):
         pass
@@ -197,7 +205,8 @@ def divide(number, by):
     return number // by
 
 
-def test_tasks_that_come_together_get_the_answers_of_their_own_ranks():
+@pytest.mark.timeout(60)
+def test_tasks_that_come_together_get_the_answers_of_their_own_ranks(ended):
     ranks = Threads()
     with ThreadPoolExecutor(8) as pool:
         asked = [[(100 * rank + number,) for rank in range(3)] for number in range(40)]
@@ -206,16 +215,14 @@ def test_tasks_that_come_together_get_the_answers_of_their_own_ranks():
     assert found == expected
 
 
-def test_after_a_task_that_all_ranks_refuse_the_next_gets_its_own_answers():
+def test_after_a_task_that_all_ranks_refuse_the_next_gets_its_own_answers(ended):
     ranks = Threads()
     with pytest.raises(WeightSyncError, match="refused by 0"):
         ranks.run(refuse, [(True,)] * 3)
     assert ranks.run(slowly, [("a",), ("b",), ("c",)]) == [(0, "a"), (1, "b"), (2, "c")]
 
 
-def test_any_other_error_ends_the_process_because_ranks_may_wait_for_each_other(monkeypatch):
-    ended = []
-    monkeypatch.setattr(scorer_ranks, "_end", ended.append)
+def test_any_other_error_ends_the_process_because_ranks_may_wait_for_each_other(ended):
     with pytest.raises(ZeroDivisionError):
         Threads().run(divide, [(0,), (1,), (1,)])
     assert ended == ["rank 0 failed: ZeroDivisionError: integer division or modulo by zero"]
