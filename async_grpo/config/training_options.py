@@ -234,7 +234,7 @@ class MemoryOptions(Options):
     """recompute activations in the backward pass; auto: those of as few layers as make the bill of
     memory, which is logged at the start, fit into what is free"""
     use_torch_compile: bool = option(False)
-    """compile decoder layers and log-probabilities"""
+    """compile decoder layers and log-probabilities, if a small random model computes the same so"""
     use_liger_kernel: bool = option(False)
     """on a device, compute norms, rotary embedding and activation by the fused kernels of
     liger-kernel, if a small random model computes the same by them, forward and backward"""

@@ -419,7 +419,11 @@ class WorkerRegistry:
         snapshot = self._updates.snapshot
         serving = snapshot.version if snapshot else "none yet"
         draining = f", {num} of them draining" if (num := len(self.draining)) else ""
-        return f"{len(self._members)} registered{draining}, weights published: {serving}{excluded}"
+        asleep = ", asleep until the trainer leaves their devices" if self._rests else ""
+        return (
+            f"{len(self._members)} registered{draining}{asleep}, weights published: {serving}"
+            f"{excluded}"
+        )
 
 
 def registry_with(worker_id: str, registries: Collection[WorkerRegistry]) -> WorkerRegistry:

@@ -97,14 +97,14 @@ def load_sharded(
     parameters_on: torch.device | None = None,
     sequences_alone: bool = False,
     adapter: Adapter | None = None,
-    fuse: Callable[[PreTrainedModel], None] | None = None,
+    fuse: Callable[[PolicyModel], None] | None = None,
 ) -> PolicyModel:
     """The policy in `path`, dropout off; `shard` decides which part of it this process holds.
 
     `shard` works in place on a policy of meta parameters; None: it holds all. `parameters_on`: the
     device of its shards, if not `device`. `sequences_alone`: as `check_trainable` has found.
-    `adapter` trains, and `dtype` is that of the frozen model. `fuse` gives a model other
-    kernels. Raises UnfitModel when weights are missing.
+    `adapter` trains, and `dtype` is that of the frozen model. `fuse` gives it other kernels.
+    Raises UnfitModel when weights are missing.
     """
     config = _read_config(path)
     policy = PolicyModel(outline(config, attention=PACKED, dtype=dtype))
@@ -124,7 +124,7 @@ def load_sharded(
     if reason:
         policy = _load_whole(path, config, dtype, CPU if shard else device)
     if fuse:
-        fuse(policy.model)
+        fuse(policy)
     if adapter:
         adapter.inject(policy)
     if shard:

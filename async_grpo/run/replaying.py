@@ -22,6 +22,7 @@ from async_grpo.checkpoint.tensors import restore_learner
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.training.learner import Learner
 from async_grpo.training.minibatch_log import (
+    DIGEST_FORM,
     LOG_FOLDER,
     LoggedStep,
     Sums,
@@ -109,6 +110,12 @@ def read_record(folder: Path, *, batch: int | None) -> Recorded:
     while end < len(runs) and _is_same(runs[end], own):
         end += 1
     batches = range(runs[first]["batch"], runs[end]["batch"] if end < len(runs) else last + 1)
+    if (form := _digests(own)) != DIGEST_FORM:
+        raise ConfigError(
+            f"digests in {log} must be of form {DIGEST_FORM}, which this release compares, those "
+            f"of batches {batches.start} to {batches[-1]} are of form {form}: replay them with the "
+            "code that trained them"
+        )
     try:
         config = TrainConfig(**own["config"])
     except TypeError as error:
@@ -264,9 +271,14 @@ def _is_equal(was: object, now: object) -> bool:
     return json.dumps(was, sort_keys=True) == json.dumps(now, sort_keys=True)
 
 
+def _digests(run: Mapping[str, Any]) -> int:
+    return int(run.get("digests", 1))  # records of form 1 do not name it
+
+
 def _is_same(run: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two parts of a run had the same options and number of ranks."""
+    """Whether two parts of a run had the same options, number of ranks and form of digests."""
     options = [
         {k: v for k, v in each["config"].items() if k not in PLACES} for each in (run, other)
     ]
-    return options[0] == options[1] and run["world_size"] == other["world_size"]
+    forms = [(each["world_size"], _digests(each)) for each in (run, other)]
+    return options[0] == options[1] and forms[0] == forms[1]

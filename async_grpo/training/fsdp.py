@@ -35,6 +35,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
 from async_grpo.devices.bill import GIB
+from async_grpo.model.fused import compile_parts
 from async_grpo.model.packed_linear import library
 from async_grpo.model.policy import PolicyModel, trained_parameters
 from async_grpo.model.served import Served, adapter_alone, served
@@ -74,7 +75,8 @@ def shard(
     if activation_checkpointing:
         some = {"every_n_layers": activation_checkpointing} if activation_checkpointing > 1 else {}
         policy.model.gradient_checkpointing_enable({"use_reentrant": False}, **some)
-    policy.compile_logprobs = compile
+    if compile:
+        compile_parts(policy)
     precision = MixedPrecisionPolicy()
     dtype = compute_dtype(mixed_precision, torch.device(mesh.device_type))
     if dtype != torch.float32:
@@ -87,8 +89,6 @@ def shard(
         ),
     }
     for layer in policy.layers:
-        if compile:
-            layer.compile(dynamic=True)  # packed rows differ in length
         # peft changes the weights of experts before their forward, which must then be whole.
         apart = [] if policy.adapter and policy.adapter.target_parameters else _experts(layer)
         for part in (*apart, layer):

@@ -22,7 +22,7 @@ from async_grpo.devices.current import free_bytes, memory_of_cpu
 from async_grpo.model.adapters import Adapter, base_dtype
 from async_grpo.model.attention import choose_attention, drop_flash, flash_in_use
 from async_grpo.model.collate import collate, to_device
-from async_grpo.model.fused import fuse, fuses
+from async_grpo.model.fused import compiles, fuse, fuses
 from async_grpo.model.loading import check_trainable, load_sharded
 from async_grpo.model.model_folder import read_config
 from async_grpo.model.policy import PolicyModel, model_shape, size_of, training_flops
@@ -85,9 +85,13 @@ class Learner:
         )
         if not ranks.share(flash_in_use):  # what was asked of rank 0 counts for all
             drop_flash()
-        fused = memory.use_liger_kernel and ranks.share(
-            lambda: fuses(read_config(Path(path)), device=ranks.device, dtype=dtype)
-        )
+
+        def passes(probe: Callable[..., bool]) -> bool:
+            own = {"device": ranks.device, "dtype": dtype}
+            return ranks.share(lambda: probe(read_config(Path(path)), **own))
+
+        fused = memory.use_liger_kernel and passes(fuses)
+        compiled = memory.use_torch_compile and passes(compiles)
         adapter = None
         if config.adapter.trains_adapter:
             seed = config.data.infinite_sampler_seed
@@ -99,7 +103,7 @@ class Learner:
             attention=attention,
             dtype=base_dtype(path, dtype) if adapter else torch.float32,
             device=ranks.device,
-            shard=lambda policy: shard_as_billed(policy, config, ranks),
+            shard=lambda policy: shard_as_billed(policy, config, ranks, compile=compiled),
             parameters_on=torch.device("cpu") if memory.offload == "parameters" else None,
             sequences_alone=alone,
             adapter=adapter,
@@ -293,7 +297,9 @@ def on_host(minibatch: Minibatch, scores: Mapping[str, Tensor]) -> Minibatch:
     return replace(minibatch, samples=tuple(samples))
 
 
-def shard_as_billed(policy: PolicyModel, config: TrainConfig, ranks: Ranks) -> None:
+def shard_as_billed(
+    policy: PolicyModel, config: TrainConfig, ranks: Ranks, *, compile: bool
+) -> None:
     """Shard an outlined policy as the options say, and log its memory bill; collective.
 
     Decides `--activation-checkpointing auto`: of as many layers as the rank needs that has least
@@ -335,7 +341,7 @@ def shard_as_billed(policy: PolicyModel, config: TrainConfig, ranks: Ranks) -> N
         keep_gathered=training.keeps_gathered,
         offload=memory.offload == "parameters",
         activation_checkpointing=training.checkpointing,
-        compile=memory.use_torch_compile,
+        compile=compile,
     )
 
 

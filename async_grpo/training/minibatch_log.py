@@ -44,6 +44,7 @@ OF_END = ("batch", "step_in_batch", "is_last_of_batch", "num_samples", "num_toke
           "sent", "settings")  # fmt: skip
 NAME = re.compile(r"rank_(\d+)\.batch_(\d+)\.log")
 DIGESTS = 1 << 64
+DIGEST_FORM = 2  # grows when `bit_sums` or `as_digest` makes other numbers of the same bits
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
@@ -266,6 +267,7 @@ def run_record(options: Options, ranks: Ranks, *, batch: int) -> bytes:
         "batch": batch,
         "config": {**options, "model_name_or_path": model},
         "world_size": ranks.world_size,
+        "digests": DIGEST_FORM,
         "machine": machine(ranks.device),
     }
     return codec.frame(facts)

@@ -98,9 +98,9 @@ def _policy(variant: Variant, config: TrainConfig, ranks: Ranks) -> PolicyModel:
         attention=choose_attention(ranks.device, dtype=dtype),
     )
     if variant.fused:
-        if reason := fault(policy.model.config, device=ranks.device, dtype=dtype):
+        if reason := fault(policy.model.config, device=ranks.device, dtype=dtype, give=fuse):
             raise NotHereError(f"Liger's kernels {reason}")
-        fuse(policy.model)
+        fuse(policy)
     if not variant.bf16_weights:
         return shard(
             policy,

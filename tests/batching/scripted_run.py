@@ -1,6 +1,7 @@
 """A whole run against scripted services: everything that can happen is fixed by a script."""
 
 import asyncio
+import itertools
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -188,15 +189,20 @@ class Run:
         await self.publish(0)
         return await asyncio.gather(*(self.rank(rank) for rank in range(self.script.num_ranks)))
 
-    async def rank(self, rank):
-        items, announced, index = [], None, 0
+    async def answers(self, rank):
+        """What a rank is sent, each with the request for the next, which is under way already."""
         asked = asyncio.ensure_future(self.batcher.next_items(rank, 0))
-        while True:
+        for index in itertools.count(1):
             await asyncio.sleep(0)
             if rank == 0 and not asked.done():
-                await self.batcher.hungry(index)
-            answer, index = await asked, index + 1
+                await self.batcher.hungry(index - 1)
+            answer = await asked
             asked = asyncio.ensure_future(self.batcher.next_items(rank, index))
+            yield answer, asked
+
+    async def rank(self, rank):
+        items, announced = [], None
+        async for answer, asked in self.answers(rank):
             items += answer
             if isinstance(answer[0], Minibatch):
                 await asyncio.sleep(self.script.seconds("train", rank, len(items)) / 5)
@@ -205,9 +211,10 @@ class Run:
                     announced = await self._announce(announced, items[-1].batch + 1)
                 if items[-1].batch + 1 == self.config.batching.num_training_batches:
                     asked.cancel()
-                    if announced:
-                        await announced
-                    return items
+                    break
+        if announced:
+            await announced
+        return items
 
     async def _announce(self, previous, batches):
         if previous:

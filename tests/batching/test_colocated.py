@@ -55,18 +55,12 @@ class Colocated(Run):
         await super().publish(batches)
 
     async def rank(self, rank):
-        items, index, is_on = [], 0, False
-        asked = asyncio.ensure_future(self.batcher.next_items(rank, 0))
-        while True:
-            await asyncio.sleep(0)
-            if rank == 0 and not asked.done():
-                await self.batcher.hungry(index)
-            answer, index = await asked, index + 1
+        items, published, is_on = [], None, False
+        async for answer, asked in self.answers(rank):
             assert not self.generation.awake, "a rank trains beside engines that are awake"
             assert not self.batcher._slots.num_unsettled, "a batch that may start is not finished"
             self.num_on_devices += not is_on
             is_on = True
-            asked = asyncio.ensure_future(self.batcher.next_items(rank, index))
             items += answer
             if isinstance(answer[0], Minibatch):
                 await asyncio.sleep(self.script.seconds("train", rank, len(items)) / 5)
@@ -78,9 +72,10 @@ class Colocated(Run):
                 published = asyncio.ensure_future(self.publish(end.batch + 1)) if not rank else None
                 if end.batch + 1 == self.config.batching.num_training_batches:
                     asked.cancel()
-                    if published:
-                        await published
-                    return items
+                    break
+        if published:
+            await published
+        return items
 
 
 @pytest.mark.timeout(1800)

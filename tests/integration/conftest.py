@@ -2,6 +2,7 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from private_cluster import PrivateCluster, environment
@@ -26,6 +27,18 @@ def private_cluster(pytestconfig: pytest.Config) -> Iterator[PrivateCluster]:
 def ray_cluster(private_cluster: PrivateCluster) -> str:
     """Its host:port."""
     return private_cluster.address
+
+
+@pytest.fixture
+def driver(setup: Any) -> Iterator[None]:
+    """This process as a driver of the cluster of a file's `setup`."""
+    import ray
+
+    from async_grpo.cluster.cluster import Cluster
+
+    Cluster.join(setup.address, namespace=setup.namespace)
+    yield
+    ray.shutdown()
 
 
 @pytest.hookimpl(trylast=True)

@@ -1,5 +1,6 @@
 """Real runs through the command line: workers, trainers, what they leave, and its recomputation."""
 
+import contextlib
 import json
 import re
 
@@ -56,7 +57,7 @@ class Setup:
 
     def __init__(self, folder, address, model, questions, *, namespace, reward):
         self.folder, self.address, self.model, self.questions = folder, address, model, questions
-        self._namespace = ("--namespace", namespace)
+        self.namespace = namespace
         self._reward = f"{folder / 'rewards.py'}:{reward}"
         (folder / "rewards.py").write_text(REWARDS)
 
@@ -65,7 +66,7 @@ class Setup:
         return dispatcher(
             self.address, model or self.model, "--mode", mode, "--num-workers", num_workers,
             "--reward-fns", self._reward, "--max-num-seqs", 16, "--max-tokens-per-gpu", 512,
-            *flags, *self._namespace,
+            *flags, "--namespace", self.namespace,
         )  # fmt: skip
 
     def train(self, name, *, ranks=2, **options):
@@ -79,7 +80,14 @@ class Setup:
         )
         output = self.folder / name
         return trainer(
-            self.address, self.model, self.questions, output, *flags, *self._namespace, ranks=ranks
+            self.address,
+            self.model,
+            self.questions,
+            output,
+            *flags,
+            "--namespace",
+            self.namespace,
+            ranks=ranks,
         )
 
     def rows(self, name):
@@ -121,7 +129,13 @@ def num_registered(command):
 
 
 def wait_until_registered(command, num_workers):
-    wait_until(lambda: num_registered(command) == num_workers, timeout_s=READY_S)
+    """Raises with what the dispatcher has printed when it ends, or they do not come in time."""
+    with contextlib.suppress(AssertionError):
+        wait_until(
+            lambda: num_registered(command) >= num_workers or command.has_ended(),
+            timeout_s=READY_S,
+        )
+    assert num_registered(command) == num_workers, f"{command.out}\n{command.err}"
 
 
 def controller_call(method, *args):

@@ -13,8 +13,6 @@ import pytest
 from commands import wait_until
 from loops import READY_S, Setup, controller_call, wait_until_registered
 
-from async_grpo.cluster.cluster import Cluster
-
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 NAMESPACE = "colocated"
@@ -40,15 +38,6 @@ def setup(ray_cluster, tiny_model, questions, tmp_path_factory):
         wait_until_registered(generation, 1)
         setup.generation = generation
         yield setup
-
-
-@pytest.fixture
-def driver(setup):
-    Cluster.join(setup.address, namespace=NAMESPACE)
-    yield
-    import ray
-
-    ray.shutdown()
 
 
 def steps(setup, name):

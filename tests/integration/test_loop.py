@@ -7,7 +7,6 @@ from collections import Counter
 
 import numpy as np
 import pytest
-import ray
 import torch
 from commands import wait_until
 from effort import updates
@@ -29,7 +28,6 @@ from oracle import make_sample, oracle_gradient
 from rollouts_pages import NEEDS_NODE, Page, recomputed_weights, write
 from tiny_models import load_model
 
-from async_grpo.cluster.cluster import Cluster
 from async_grpo.config.roles import GENERATION, REFERENCE
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.types import GenerationRequest, LogprobRequest, SamplingContract, WeightsVersion
@@ -82,14 +80,6 @@ def trained(setup, questions):
     with command:
         assert command.wait(timeout_s=READY_S) == 0, command.err[-4000:]
     return setup.folder / "trained"
-
-
-@pytest.fixture
-def driver(setup):
-    """This process as a driver of the cluster."""
-    Cluster.join(setup.address, namespace=NAMESPACE)
-    yield
-    ray.shutdown()
 
 
 def test_every_step_accounts_for_every_sample(setup, trained):

@@ -1,11 +1,14 @@
 """Kernels of another package are used where they compute the same, and else done without."""
 
+import functools
+import re
+
 import pytest
 import torch
 from model_families import family_config
 from transformers.models.llama import modeling_llama
 
-from async_grpo.model import fused
+from async_grpo.model import fused, logprobs
 
 CPU = torch.device("cpu")
 
@@ -56,7 +59,49 @@ def test_what_needs_a_device_is_done_without_on_a_cpu_and_its_family_stays_as_it
     assert all(after[name] is before[name] for name in before)
 
 
-def test_an_unknown_family_and_an_absent_package_are_told(monkeypatch):
-    assert fault(lambda model: None) == "know no llama"
+def test_an_unknown_family_and_an_absent_package_are_told(monkeypatch, caplog):
+    assert fault(lambda policy: None) == "know no llama"
     monkeypatch.setattr(fused, "is_liger_kernel_available", lambda: False)
-    assert fault(squares()) == "are not installed (requirements/gpu-kernels.txt)"
+    assert not fused.fuses(family_config("llama"), device=CPU, dtype=torch.float32)
+    assert "Liger's kernels are not installed (requirements/gpu-kernels.txt), the" in caplog.text
+
+
+def by_backend(monkeypatch, backend):
+    """Whether a policy may be compiled by a backend in place of the usual one."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    logprobs._compiled.cache_clear()
+    try:
+        return fused.compiles(family_config("llama"), device=CPU, dtype=torch.float32)
+    finally:
+        logprobs._compiled.cache_clear()
+
+
+def wrong(graph, inputs):
+    """A compiler whose kernels are off."""
+    return lambda *inputs: tuple(
+        1.1 * each if torch.is_tensor(each) and each.is_floating_point() else each
+        for each in graph(*inputs)
+    )
+
+
+def absent(graph, inputs):
+    raise RuntimeError("there is no g++")
+
+
+@pytest.mark.parametrize(
+    ("backend", "said"),
+    [
+        ("eager", ""),
+        (wrong, r"are off by \S+ of the scores, "),
+        (absent, "there is no g\\+\\+"),
+    ],
+)
+def test_what_compiles_otherwise_or_not_at_all_is_told_and_done_without(
+    backend, said, monkeypatch, caplog
+):
+    assert by_backend(monkeypatch, backend) == (not said)
+    found = re.search(f"--use-torch-compile: compiled kernels .*{said}", caplog.text, re.DOTALL)
+    assert bool(found) == bool(said)
+    # Of one code only few models are compiled: none is left of those that were tried.
+    left = torch._dynamo.eval_frame._debug_get_cache_entry_list
+    assert not left(modeling_llama.LlamaDecoderLayer.forward.__code__)

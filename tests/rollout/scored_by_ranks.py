@@ -25,7 +25,7 @@ VERSION, TEMPERATURE = WeightsVersion(4, 0), 0.7
 PAYLOADS = (Payload("topk", 5, 1.7), Payload("logits", 0, 1.0), Payload("hidden", 0, 1.0))
 
 
-class Stored:
+class Reference:
     """The reference to an object in the store."""
 
     def __init__(self, value):
@@ -41,7 +41,7 @@ def snapshot(seed, version, vocab_names=lambda name: name):
 
     named = tiny_model(tied=True, seed=seed).named_parameters()
     tensors = ((vocab_names(name), parameter) for name, parameter in named)
-    return pack(tensors, put=lambda d: Stored(d.copy()), version=version, bucket_bytes=8_000)
+    return pack(tensors, put=lambda d: Reference(d.copy()), version=version, bucket_bytes=8_000)
 
 
 def request(seed, *, version, vocab_size, groups=1, samples=3, longest=20, payload=None):

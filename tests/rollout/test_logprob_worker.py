@@ -2,17 +2,21 @@
 
 import asyncio
 import dataclasses
+import os
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from oracle import VOCAB_SIZE, make_sample, oracle_logprobs, oracle_twin, tiny_model
+from scored_by_ranks import Reference
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from async_grpo.rollout.logprob_worker import LogprobWorker
+from async_grpo.rollout.scorer_ranks import score
 from async_grpo.types import LogprobRequest, Pulse, WeightsVersion
 from async_grpo.util.errors import StaleAnswerError, WeightSyncError, WorkerError
 from async_grpo.weight_sync.buckets import pack
@@ -41,17 +45,6 @@ def save_tokenizer(folder):
 @pytest.fixture
 def worker(folder):
     return LogprobWorker(folder, worker_id="r0", max_tokens=200)
-
-
-class Reference:
-    """The reference to an object in the store."""
-
-    def __init__(self, value):
-        self.value = value
-
-    def __await__(self):
-        yield from ()
-        return self.value
 
 
 def snapshot(version, *, names=lambda name: name, among=""):
@@ -114,6 +107,37 @@ def test_many_requests_at_once_get_what_each_would_get_alone(worker):
         assert error_of(request, scores) < 1e-5
     assert sum(sizes) == 72
     assert len(sizes) < 24  # they shared forwards
+
+
+class TwoRanks:
+    """Of a worker, in turn by one model; `shares`: tokens of each rank's outputs, by forward."""
+
+    num_ranks = 2
+
+    def __init__(self, scorer):
+        self._scorer, self.shares = scorer, []
+
+    def run(self, task, arguments):
+        if task is score:
+            self.shares.append([[len(ids) for _, ids in pairs] for pairs, *_ in arguments])
+        return [task(self._scorer, *own) for own in arguments]
+
+
+def test_a_forward_fills_all_ranks_and_what_no_rank_has_room_for_comes_next(worker):
+    """Three outputs fit into the tokens of both ranks, and each rank has room for one."""
+    request = make_request(1, num_outputs=5)
+    sizes = [120, 121, 122, 123, 124]
+    random = np.random.default_rng(0)
+    long = tuple(random.integers(VOCAB_SIZE, size=size).astype(np.int32) for size in sizes)
+    request = dataclasses.replace(request, output_token_ids=long)
+
+    async def scenario():
+        await worker.load_weights(snapshot(FIRST))
+        worker._ranks = TwoRanks(worker._scorer)
+        return await worker.logprobs(request)
+
+    assert error_of(request, asyncio.run(scenario())) < 1e-5
+    assert worker._ranks.shares == [[[120], [121]], [[122], [123]], [[], [124]]]
 
 
 def test_an_idle_model_answers_at_once(worker):
@@ -249,6 +273,9 @@ def test_refused_weights_leave_the_old_ones_whole(worker):
         return await worker.logprobs(make_request(0))
 
     assert error_of(make_request(0), asyncio.run(scenario())) < 1e-5
+    descriptors = Path("/proc/self/fd").iterdir()
+    names = [os.readlink(each) for each in descriptors if each.is_symlink()]
+    assert not [name for name in names if "async-grpo-weights" in name]  # none is kept in memory
 
 
 def flip_a_byte(bucket):

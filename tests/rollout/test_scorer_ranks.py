@@ -1,27 +1,34 @@
 """A scorer sharded over processes, held to the same worker with one."""
 
 import asyncio
+import contextlib
+import multiprocessing
 import os
 import pickle
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
 import pytest
 import scored_by_ranks
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from oracle import VOCAB_SIZE
 from test_logprob_worker import folder, save_tokenizer
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from async_grpo.config.worker_config import WorkerConfig
-from async_grpo.rollout.scorer_ranks import deal
-from async_grpo.util.errors import ConfigError
+from async_grpo.model.scorer import Scorer
+from async_grpo.rollout import scorer_ranks
+from async_grpo.rollout.scorer_ranks import ScorerRanks, deal
+from async_grpo.util.errors import ConfigError, WeightSyncError
 
 __all__ = ["folder"]  # a fixture
 SCRIPT = Path(scored_by_ranks.__file__)
@@ -135,9 +142,96 @@ def runs(pid):
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
+@pytest.mark.parametrize("payload", [None, scored_by_ranks.PAYLOADS[0]])
+def test_a_rank_without_outputs_joins_the_forward_and_answers_nothing(payload, folder):
+    scorer, forwards = Scorer(folder, device=torch.device("cpu")), []
+    pack = scorer.packed
+    scorer.packed = lambda pairs: forwards.append(len(pairs)) or pack(pairs)
+    assert scorer_ranks.score(scorer, [], 1.0, VOCAB_SIZE, payload) == []
+    assert forwards == [1]
+
+
+OPEN_FOR_EVER = multiprocessing.Pipe()
+
+
+class Threads(ScorerRanks):
+    """Three ranks of a worker; those above 0 are threads, and the scorer of each is its number."""
+
+    def __init__(self):
+        super().__init__(
+            SimpleNamespace(num_ranks=3, scorer=lambda rank, port: Numbered(rank))  # options
+        )
+
+    def _start(self, options, port):
+        for rank in range(1, options.num_ranks):
+            here, there = multiprocessing.Pipe()
+            self._pipes.append(here)
+            there.send(None)  # it is ready
+            threading.Thread(target=follow, args=(rank, there), daemon=True).start()
+        return [OPEN_FOR_EVER[0]]  # no rank ends
+
+
+def follow(rank, pipe):
+    with contextlib.suppress(EOFError, OSError):  # the test has ended
+        while True:
+            task, arguments = pipe.recv()
+            pipe.send(scorer_ranks._attempt(Numbered(rank), task, arguments))
+
+
+@pytest.fixture
+def ended(monkeypatch):
+    """The sentences with which this process would have ended."""
+    sentences = []
+    monkeypatch.setattr(scorer_ranks, "_end", sentences.append)
+    return sentences
+
+
+class Numbered(int):
+    def release(self):
+        pass
+
+
+def slowly(number, what):
+    time.sleep(0.001)
+    return int(number), what
+
+
+def refuse(number, which):
+    if which:
+        raise WeightSyncError(f"refused by {int(number)}")
+
+
+def divide(number, by):
+    return number // by
+
+
+@pytest.mark.timeout(60)
+def test_tasks_that_come_together_get_the_answers_of_their_own_ranks(ended):
+    ranks = Threads()
+    with ThreadPoolExecutor(8) as pool:
+        asked = [[(100 * rank + number,) for rank in range(3)] for number in range(40)]
+        found = list(pool.map(lambda arguments: ranks.run(slowly, arguments), asked))
+    expected = [list(enumerate(what for (what,) in arguments)) for arguments in asked]
+    assert found == expected
+
+
+def test_after_a_task_that_all_ranks_refuse_the_next_gets_its_own_answers(ended):
+    ranks = Threads()
+    with pytest.raises(WeightSyncError, match="refused by 0"):
+        ranks.run(refuse, [(True,)] * 3)
+    assert ranks.run(slowly, [("a",), ("b",), ("c",)]) == [(0, "a"), (1, "b"), (2, "c")]
+
+
+def test_any_other_error_ends_the_process_because_ranks_may_wait_for_each_other(ended):
+    with pytest.raises(ZeroDivisionError):
+        Threads().run(divide, [(0,), (1,), (1,)])
+    assert ended == ["rank 0 failed: ZeroDivisionError: integer division or modulo by zero"]
+
+
 @given(
     st.lists(st.integers(1, 100), min_size=1, max_size=40), st.integers(1, 8), st.integers(100, 400)
 )
+@example([100, 100, 20], 3, 100)  # the last finds room on the rank with least, not on the first
 def test_each_output_is_dealt_once_and_no_rank_gets_more_than_it_may_take(sizes, num_ranks, room):
     *shares, left = deal(sizes, num_ranks, max_tokens=room)
     assert len(shares) == num_ranks

@@ -120,6 +120,7 @@ def test_weights_that_nothing_is_based_on_are_sent_whole_into_the_same_memory():
     assert os.stat(staging.path).st_ino == before
     smaller = {"b": OLD["b"]}
     assert_loads(staging, snapshot_of(3, smaller), smaller, num_bytes=14)
+    assert os.stat(staging.path).st_size == 14  # no memory of the larger ones is kept
 
 
 def test_who_still_reads_a_file_whose_update_failed_never_sees_the_next_one():

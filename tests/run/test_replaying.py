@@ -18,6 +18,7 @@ from async_grpo.run import replaying
 from async_grpo.run.replaying import find_checkpoint, read_record, replay_step
 from async_grpo.training.minibatch_codec import encode, frame, read_frames
 from async_grpo.training.minibatch_log import (
+    DIGEST_FORM,
     INTEGERS,
     LOG_FOLDER,
     as_digest,
@@ -208,7 +209,7 @@ def test_the_earliest_difference_of_all_ranks_is_told_on_each_of_them(recorded):
 def run_record(batch, world_size=1, **options):
     config = make_config(**options).options()
     return {"kind": "run", "batch": batch, "config": config, "world_size": world_size,
-            "machine": {}}  # fmt: skip
+            "digests": DIGEST_FORM, "machine": {}}  # fmt: skip
 
 
 def write_log(folder, *files, last):
@@ -239,6 +240,26 @@ def test_a_record_reaches_as_far_as_options_and_ranks_stay_the_same(tmp_path):
     for batch in (3, 23):
         with pytest.raises(ConfigError, match=f"from 4 to 22, got {batch}"):
             read_record(tmp_path, batch=batch)
+
+
+def test_digests_of_another_form_are_told_instead_of_a_difference(tmp_path):
+    first = run_record(0)
+    del first["digests"]  # as all records of form 1
+    write_log(tmp_path, first, run_record(4), last=6)
+    assert read_record(tmp_path, batch=4).batches == range(4, 7)
+    told = r"of form 2, which .* those of batches 0 to 3 are of form 1: replay them with the code"
+    with pytest.raises(ConfigError, match=told):
+        read_record(tmp_path, batch=3)
+
+
+def test_what_is_recorded_now_may_be_replayed(recorded):
+    assert read_record(recorded, batch=None).batches == range(2)
+
+
+def test_digests_of_the_form_have_these_values():
+    """Whoever changes one of them gives the form another number."""
+    tensors = [torch.tensor([1.0, -2.5, 3.0]), torch.tensor([0.5, 7.0]).bfloat16()]
+    assert (DIGEST_FORM, as_digest(bit_sums(tensors))) == (2, 0x93E56B6B7AC07FE0)
 
 
 def test_a_folder_without_a_record_is_refused(tmp_path):

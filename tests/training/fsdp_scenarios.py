@@ -5,7 +5,9 @@ A scenario is a function of the rank; what it returns, the tests judge.
 
 from __future__ import annotations
 
+import functools
 import math
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -440,6 +442,40 @@ def routed_samples():
     return samples
 
 
+@contextmanager
+def compiling_by(backend):
+    """Have torch compile by a backend in place of its own, which needs a compiler of C."""
+    usual = torch.compile
+    torch.compile = functools.partial(usual, backend=backend)
+    try:
+        yield
+    finally:
+        torch.compile = usual
+
+
+def no_compiler(graph, inputs):
+    raise RuntimeError("there is no compiler")
+
+
+def compiled(rank, *, source, target):
+    """Compiled steps, of one rank, since tracing takes seconds.
+
+    What torch's own backend gets is traced for this one, too: operations in place become others,
+    and lengths stay free.
+    """
+    if dist.get_world_size() > 1:
+        return {}
+    with compiling_by(no_compiler):  # first: what was compiled is kept
+        learner = learner_of_a_run(rank, source=source, target=target, use_torch_compile=True)
+    with compiling_by("aot_eager"):
+        return {
+            "compiled": one_step(rank, compile=True),
+            "compiled checkpointing": one_step(rank, compile=True, activation_checkpointing=True),
+            "learner without a compiler": learner,
+            "compiled graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"],
+        }
+
+
 def world(rank, *, source, target, models):
     """Every scenario: starting processes costs more than running it."""
     f64 = torch.float64
@@ -529,4 +565,4 @@ def world(rank, *, source, target, models):
         "adapted mixture checkpointing": adapted_mixture(sharded=True, checkpointing=True),
         "mixture checkpointing": mixture(rank, checkpointing=True),
         "loaded": differences(rank, models=models),
-    }
+    } | compiled(rank, source=source, target=target)

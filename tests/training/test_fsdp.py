@@ -257,6 +257,12 @@ def test_a_learner_defers_when_the_run_asks_for_it(ran):
 
 
 @pytest.mark.integration
+def test_a_learner_trains_uncompiled_where_there_is_no_compiler(ran):
+    for _, result in ran.get("learner without a compiler", ()):  # of one rank
+        assert result.grad_norm == pytest.approx(norm_of(oracle_of(tied=True)), rel=F32)
+
+
+@pytest.mark.integration
 def test_a_learner_divides_its_optimizer_when_the_run_asks_for_it(ran):
     for reduced, result in ran["learner that divides"]:
         assert reduced
@@ -288,6 +294,14 @@ def test_in_bf16_head_terms_see_a_teacher_s_float32_as_it_was_sent(ran):
         for sent, seen in rank.values():
             assert seen.dtype == torch.float32
             assert torch.equal(seen, sent)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("scenario", ["compiled", "compiled checkpointing"])
+def test_what_is_traced_for_a_compiler_gives_the_oracle_s_gradient(scenario, ran):
+    if scenario in ran:  # of one rank: tracing takes seconds
+        assert_equals_oracle(ran[scenario], tied=True, tolerance=F32)
+        assert ran["compiled graphs"][0] > 3
 
 
 @pytest.mark.integration

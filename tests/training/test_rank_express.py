@@ -2,6 +2,7 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,13 +15,13 @@ from rollout.tiny_models import load_model, make_model
 from async_grpo.algorithms.express import ExpressGroup, ExpressTeacher
 from async_grpo.model.scorer import Scorer
 from async_grpo.training.express_receiver import LOGITS, ExpressReceiver
-from async_grpo.types import Minibatch
+from async_grpo.types import Minibatch, WorkerInfo
 from async_grpo.util.errors import ExpressLost, WorkerError
 
 CPU = torch.device("cpu")
 TEMPERATURE = 0.7
 WIDTH = 121  # of the policy's vocabulary; the teacher's is padded
-INFO = SimpleNamespace(item_size=4, vocab_size=128, num_ranks=1)
+INFO = WorkerInfo("t", "teacher:a", "", 1, "m", vocab_size=128, item_size=4)
 
 
 class ThreadRanks:
@@ -55,17 +56,28 @@ class ThreadRanks:
 class Handle:
     """Of a worker whose methods run in threads; a failing one raises when it is asked to serve."""
 
-    def __init__(self, pool, scorer, *, fails=False):
-        teacher = ExpressTeacher(scorer, device=CPU, max_tokens=64)
+    def __init__(self, pool, scorer, *, fails=False, num_ranks=1):
+        self.num_ranks = num_ranks
+        self.served = []  # tokens that each rank has read, of each round
+        teachers = [ExpressTeacher(scorer, device=CPU, max_tokens=64) for _ in range(num_ranks)]
 
-        def join(meeting, rank):
-            teacher.join(meeting, rank=rank, timeout_s=20)
+        def join(meeting, first):
+            each_joins = [
+                pool.submit(teacher.join, meeting, rank=first + number, timeout_s=20)
+                for number, teacher in enumerate(teachers)
+            ]
+            for future in each_joins:
+                future.result()
 
-        def serve(work):
+        def serve(*work):
             if fails:
-                teacher.leave()
+                teachers[0].leave()
                 raise WorkerError("there is no room")
-            teacher.serve(work)
+            assert len(work) == num_ranks
+            self.served.append([own.num_tokens for own in work])
+            each_serves = [pool.submit(t.serve, own) for t, own in zip(teachers, work, strict=True)]
+            for future in each_serves:
+                future.result()
 
         self.join_express = SimpleNamespace(remote=lambda *given: pool.submit(join, *given))
         self.serve_express = SimpleNamespace(remote=lambda *given: pool.submit(serve, *given))
@@ -116,7 +128,7 @@ def express(ranks, workers, *, teachers=(2, 1)):
         width=WIDTH,
         temperature=TEMPERATURE,
         cluster=Futures(),
-        workers=lambda: [(INFO, w) for w in workers],
+        workers=lambda: [(replace(INFO, num_ranks=w.num_ranks), w) for w in workers],
     )
 
 
@@ -148,6 +160,24 @@ def test_every_rank_gets_its_own_samples_logits_also_one_without_samples(folder,
         assert [len(item.samples) for item in filled] == [4, 0, 3]
         for item in filled:
             check(folder, item)
+    on_each(pool, ranks, lambda rank: ends[rank].close())
+
+
+@pytest.mark.parametrize("mesh", [(1, 3), (3, 1)])
+def test_ranks_of_a_sharded_teacher_share_the_sequences_and_none_of_its_ranks_is_left_out(
+    mesh, folder, pool
+):
+    """Of workers with 2, 2 and 1 ranks the second one does not fit into a group of three."""
+    scorer, ranks = Scorer(folder, device=CPU), ThreadRanks(2)
+    workers = [Handle(pool, scorer, num_ranks=number) for number in (2, 2, 1)]
+    ends = [express(ranks, workers, teachers=mesh) for _ in range(2)]
+    items = [minibatch(0, 4), minibatch(10, 3)]
+    for item in on_each(pool, ranks, lambda rank: ends[rank].fill(items[rank])):
+        check(folder, item)
+    assert [len(worker.served) for worker in workers] == [1, 0, 1]
+    rows = [row for item in items for sample in item.samples for row in sample.episode.rows]
+    num_tokens = sum(len(row.prompt_token_ids) + len(row.token_ids) for row in rows)
+    assert sum(sum(own) for worker in workers for own in worker.served) == num_tokens
     on_each(pool, ranks, lambda rank: ends[rank].close())
 
 

@@ -22,6 +22,17 @@ from async_grpo.types import Minibatch, Ticket
 NAMES = ("teacher:small", "teacher:large")
 
 
+def distilling(kind):
+    """The options of a run that learns from two teachers, and from no reward."""
+    return make_config(
+        teacher_for="a=small,b=large",
+        gkd_coefficient=1.0,
+        reward_coefficient=0.0,
+        teacher_payload=kind,
+        ratio_mode="on_policy",
+    )
+
+
 def taught(numbers, kind, sizes, widths):
     """A minibatch of one sample for each number of a teacher, its payloads in hand."""
     samples, found = [], []
@@ -71,13 +82,7 @@ def gradient(policy, config, minibatch, *, heads, kind):
     ],
 )
 def test_samples_of_two_teachers_give_the_sum_of_what_each_alone_gives(kind, sizes, widths):
-    config = make_config(
-        teacher_for="a=small,b=large",
-        gkd_coefficient=1.0,
-        reward_coefficient=0.0,
-        teacher_payload=kind,
-        ratio_mode="on_policy",
-    )
+    config = distilling(kind)
     generator = torch.Generator().manual_seed(0)
     heads = [
         Head(torch.randn(width, size, generator=generator, dtype=torch.float64))
@@ -96,13 +101,7 @@ def test_samples_of_two_teachers_give_the_sum_of_what_each_alone_gives(kind, siz
 @pytest.mark.parametrize("kind", ["hidden", "logits"])
 @pytest.mark.parametrize("head_dtype", [torch.float32, torch.bfloat16])
 def test_payloads_of_bfloat16_train_to_the_bits_of_the_same_numbers_in_float32(kind, head_dtype):
-    config = make_config(
-        teacher_for="a=small,b=large",
-        gkd_coefficient=1.0,
-        reward_coefficient=0.0,
-        teacher_payload=kind,
-        ratio_mode="on_policy",
-    )
+    config = distilling(kind)
     generator = torch.Generator().manual_seed(0)
     heads = [Head(torch.randn(VOCAB_SIZE, 5, generator=generator).to(head_dtype))] * 2
     policy = PolicyModel(tiny_model(tied=True))

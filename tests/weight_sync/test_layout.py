@@ -5,13 +5,15 @@ import math
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_grpo.types import Piece, WeightsBucket
-from async_grpo.util.errors import WeightSyncError
+from async_grpo.util import deadlines
+from async_grpo.util.errors import DeadlineError, WeightSyncError
 from async_grpo.weight_sync.buckets import check_whole, laid_out_bytes, lay_out, owner_of
-from async_grpo.weight_sync.gather import GatherPlan
+from async_grpo.weight_sync.gather import NUM_HOST_BUFFERS, Gather, GatherPlan
 
 SHAPES = st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), max_size=8)
 RANKS = st.integers(1, 5)
@@ -117,3 +119,27 @@ def test_a_plan_of_nothing_has_no_buckets():
     assert GatherPlan((), 4, 100).num_buckets == 0
     assert dataclasses.astuple(GatherPlan(tensors_of([(0, 3)]), 2, 100))[1:] == (2, 100)
     assert GatherPlan(tensors_of([(0, 3)]), 2, 100).num_buckets == 0
+
+
+def test_a_rank_hears_when_all_of_its_buffers_are_held_and_is_told_of_those_that_stay(monkeypatch):
+    monkeypatch.setattr(deadlines, "BUCKET_STORED_S", 0.1)
+    plan = GatherPlan(tensors_of([(40,)], "float32"), 1, 8)
+    gather = Gather(plan, 0, device=torch.device("cpu"))
+    values, held, found = torch.arange(40.0), [], []
+    for received in gather.rounds([values]):
+        held.append(received)
+        found += received.data.tolist()
+        if not gather.has_room:
+            assert len(held) == NUM_HOST_BUFFERS
+            while held:
+                gather.free(held.pop())
+    assert found == values.tolist()
+    with pytest.raises(DeadlineError, match=r"no bucket of weights was stored within 0.1 s"):
+        list(gather.rounds([values]))
+
+
+def test_a_bucket_tells_of_a_number_that_is_not_finite():
+    plan = GatherPlan(tensors_of([(4,)], "float32"), 1, 8)
+    gather = Gather(plan, 0, device=torch.device("cpu"))
+    first, second = gather.rounds([torch.tensor([1.0, 2.0, 3.0, math.nan])])
+    assert first.is_finite() and not second.is_finite()

@@ -41,11 +41,11 @@ def serve(teacher, meeting, rank, work):
     teacher.serve(work)  # the group is used again and again
 
 
-def receive(meeting, rank, work):
+def receive(meeting, rank, work, *, num_rounds=2):
     group = ExpressGroup(meeting, rank=rank, device=CPU, timeout_s=20)
     (own,) = (block for block in work.needed if block.process == rank)
     cells = torch.full((len(own.rows), WIDTH), torch.nan, dtype=meeting.dtype)
-    for _ in range(2):
+    for _ in range(num_rounds):
         cells.fill_(torch.nan)
         group.exchange(work.sends(meeting.dtype.itemsize), give=None, take=keep_in(cells))
     return cells
@@ -89,6 +89,27 @@ def logits_of(model, reading):
     with torch.no_grad():
         logits = model(ids[None]).logits[0]
     return logits[len(reading.prompt) - 1 + reading.trained]
+
+
+class Sharded(Scorer):
+    is_sharded = True  # others gather from it
+
+
+def test_a_rank_that_shares_a_model_does_as_many_forwards_as_the_busiest(folder):
+    scorer, forwards = Sharded(folder, device=CPU), []
+    pack = scorer.packed
+    scorer.packed = lambda pairs: forwards.append(len(pairs)) or pack(pairs)
+    [work] = plan_round([readings(1)], teachers=(1, 1), width=WIDTH)
+    [busiest] = plan_round([readings(11)], teachers=(1, 1), width=WIDTH)
+    most = ExpressTeacher.num_forwards(busiest, max_tokens=MAX_TOKENS)
+    meeting, _store = opened(2, torch.float32)
+    with ThreadPoolExecutor(2) as pool:
+        received = pool.submit(receive, meeting, 1, work, num_rounds=1)
+        teacher = ExpressTeacher(scorer, device=CPU, max_tokens=MAX_TOKENS)
+        teacher.join(meeting, rank=0, timeout_s=20)
+        teacher.serve(work, num_forwards=most)
+        assert not received.result().isnan().any()
+    assert len(forwards) == most > 2
 
 
 def test_a_teacher_without_a_group_says_so(folder):
