@@ -12,7 +12,7 @@ import signal
 import pytest
 import torch
 from commands import Command, trainer, wait_until
-from loops import read_lines, read_samples
+from loops import read_lines, read_samples, wait_until_registered
 from private_cluster import environment
 from tiny_models import load_model, make_model
 
@@ -196,9 +196,17 @@ def test_express_trains_whole_distributions(
     mesh, ranks, address, tiny_model, puzzles, teachers, tmp_path
 ):
     """Of 2x1 one worker is missing: logits go by the object store."""
+    taught = ("b", teachers["b"])
+    by_ticket = trained_by_express(address, tiny_model, puzzles, tmp_path, taught, mesh, ranks)
+    assert (sum(by_ticket) > 0) == (mesh == "2x1")
+
+
+def trained_by_express(address, model, puzzles, folder, taught, mesh, ranks):
+    """A whole run of a teacher (name, folder); how many payloads came by ticket in each step."""
+    name, teacher = taught
     run = trainer(
-        *(address, tiny_model, puzzles, tmp_path, *NAMESPACE, *PAYLOADS["logits"]),
-        *("--teacher-for", "b", "--express", mesh, "--opd-coefficient", ETA),
+        *(address, model, puzzles, folder, *NAMESPACE, *PAYLOADS["logits"]),
+        *("--teacher-for", name, "--express", mesh, "--opd-coefficient", ETA),
         *("--gkd-coefficient", GAMMA, "--gkd-alpha", ALPHA, "--gkd-temperature", TAU),
         *("--num-training-batches", BATCHES, "--max-staleness", 0, "--deterministic"),
         *("--dump-token-columns", True),
@@ -206,12 +214,31 @@ def test_express_trains_whole_distributions(
     )
     with run:
         assert run.wait(timeout_s=READY_S) == 0, run.err[-4000:]
-    expected = first_loss_of_one_teacher(tmp_path, tiny_model, teachers["b"])
-    rows = read_lines(tmp_path / "training_metrics.jsonl")
+    expected = first_loss_of_one_teacher(folder, model, teacher)
+    rows = read_lines(folder / "training_metrics.jsonl")
     assert rows[0]["loss"] == pytest.approx(expected, abs=1e-5)
     assert all(row["trained_samples"] == row["num_samples"] == BATCH * GROUP for row in rows)
-    by_ticket = [row["lost_payloads"] for row in rows]  # of the step before, for the most part
-    assert (sum(by_ticket) > 0) == (mesh == "2x1")
+    return [row["lost_payloads"] for row in rows]  # of the step before, for the most part
+
+
+@slow
+@pytest.mark.parametrize(("num_workers", "ranks"), [(1, 1), (1, 2), (2, 2)])
+def test_ranks_of_sharded_teachers_send_their_logits_by_express(
+    num_workers, ranks, address, tiny_model, puzzles, teachers, tmp_path
+):
+    name = f"sharded{num_workers}{ranks}"  # in case one before it has not ended yet
+    sharded = Command(
+        *("worker_dispatcher.py", "--mode", "teacher", "--name", name, "--ray-address", address),
+        *("--model-path", teachers["b"], "--max-tokens-per-gpu", 512, *NAMESPACE),
+        *("--scorer-ranks", 2, "--num-workers", num_workers),
+    )
+    with sharded:
+        wait_until_registered(sharded, num_workers)
+        taught, mesh = (name, teachers["b"]), f"{num_workers}x2"
+        lost = trained_by_express(address, tiny_model, puzzles, tmp_path, taught, mesh, ranks)
+        sharded.send(signal.SIGTERM)
+        sharded.wait(timeout_s=READY_S)
+    assert sum(lost) == 0
 
 
 def test_a_teacher_that_is_killed_during_express_costs_no_sample(
