@@ -55,6 +55,7 @@ class Lease:
     fence: Fence  # called when the worker's process has died
     num_tokens: int = 0  # of the answer under way and in no cut, by the worker's latest pulse
     cuts: list[Cut] = field(default_factory=list)  # of the answer, from the first on
+    _num_cut: int = 0  # tokens that its open outputs had at the last one
     # Gets the turns that the worker itself requests under this lease.
     received: Callable[[Sequence[Turn]], None] = lambda turns: None
     told: Callable[[Sequence[Cut]], None] = lambda cuts: None  # gets the cuts after each
@@ -120,11 +121,11 @@ class Lease:
 
     def heard(self, pulse: RequestPulse) -> None:
         """Take the worker's news of the answer. What a missed pulse has told is not known."""
-        self.num_tokens = pulse.num_tokens
         if pulse.cut and pulse.cut.number == len(self.cuts):
             self.cuts.append(pulse.cut)
-            self.num_tokens = 0
+            self._num_cut = pulse.num_tokens
             self.told(self.cuts)
+        self.num_tokens = max(pulse.num_tokens - self._num_cut, 0)
 
     def check(self) -> None:
         """Raise `LeaseLost` when the lease has ended."""

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnContext, SpawnProcess
+from types import ModuleType
 
 from async_grpo.util.imports import without_collection
 
@@ -44,12 +45,10 @@ class EarlyProcess:
         self._process.start()
         there.close()
 
-    def give_to_vllm(self) -> None:
-        """Have vLLM's next engine run in it."""
-        from vllm.v1.engine import utils
-
+    def give_to(self, utils: ModuleType) -> None:
+        """Have vLLM's next engine run in it; `utils`: its module that makes the process."""
         usual = utils.get_mp_context
-        utils.get_mp_context = lambda: _Context(usual(), self._take)
+        vars(utils)["get_mp_context"] = lambda: _Context(usual(), self._take)
 
     def _take(self, target: Run, name: str, kwargs: Arguments) -> SpawnProcess | None:
         """The process, whose start sends it what it is to run; None: it cannot be used."""

@@ -84,7 +84,9 @@ class GenerationWorker:
         self._tokenizer = AutoTokenizer.from_pretrained(config.model_path)
         self._tokenizer_hash = encoding_hash(self._tokenizer)
         if early:
-            early.give_to_vllm()
+            from vllm.v1.engine import utils
+
+            early.give_to(utils)
         self._engine = Engine(config)
         ready = time.monotonic()
         self._startup = (("importing", imported - began), ("building the engine", ready - imported))

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from async_grpo.types.message import Parcel
 from async_grpo.types.samples import Turn
 from async_grpo.util.deadlines import LEASE_S
 from async_grpo.util.errors import ConfigError
@@ -63,7 +64,8 @@ def confinement_in_words(confinement: Mapping[str, str]) -> str:
     )
 
 
-class Cut(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False)
+class Cut(Parcel):
     """What each output of a request has sampled since the last cut, up to one step of the engine.
 
     Nothing of it depends on which outputs end first. So after the loss of the worker others can go

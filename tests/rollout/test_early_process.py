@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-import sys
 import types
 
 import pytest
@@ -22,14 +21,10 @@ def answer(queue, tensor_queue=None):
 
 
 @pytest.fixture
-def vllm(monkeypatch):
+def vllm():
     """Instead of vLLM's module that makes processes."""
-    utils = types.ModuleType("vllm.v1.engine.utils")
+    utils = types.ModuleType("utils")
     utils.get_mp_context = lambda: multiprocessing.get_context("spawn")
-    engine = types.ModuleType("vllm.v1.engine")
-    engine.utils = utils
-    monkeypatch.setitem(sys.modules, "vllm.v1.engine", engine)
-    monkeypatch.setitem(sys.modules, "vllm.v1.engine.utils", utils)
     return utils
 
 
@@ -52,7 +47,7 @@ def test_the_first_engine_runs_in_it_with_the_variables_of_then_and_a_second_as_
 ):
     early = EarlyProcess(nothing)
     pid = early._process.pid
-    early.give_to_vllm()
+    early.give_to(vllm)
     monkeypatch.setenv("GIVEN_LATE", "yes")
     said, process = asked(vllm)
     assert said == (pid, "yes") and process.pid == pid
