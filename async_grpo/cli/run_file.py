@@ -272,7 +272,7 @@ def _unknown(what: str, rule: str, name: str, known: Iterable[str]) -> click.Usa
 def same_here(name: str) -> str | None:
     """Our option for a name of TRL's or verl's; empty: there is none, None: the name is not known.
 
-    >>> same_here("actor_rollout_ref.rollout.n"), same_here("--num-iterations"), same_here("size")
+    >>> same_here("actor_rollout_ref.rollout.n"), same_here("--top-k"), same_here("size")
     ('samples_per_question', '', None)
     """
     parts = name.strip("-+").replace("-", "_").split(".")

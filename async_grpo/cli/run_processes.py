@@ -187,8 +187,10 @@ def stop_when_asked(run: LocalRun) -> None:
 
     def stop() -> None:
         words = [*COMMAND, "control", str(run.folder), "stop"]
-        if run.workers and not subprocess.run(words, check=False).returncode:
-            time.sleep(deadlines.JOB_ENDED_S - deadlines.LAUNCHED_ENDED_S)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            limit_s = deadlines.ANSWER_S
+            if run.workers and not subprocess.run(words, check=False, timeout=limit_s).returncode:
+                time.sleep(deadlines.JOB_ENDED_S - deadlines.LAUNCHED_ENDED_S)
         os.kill(os.getpid(), signal.SIGTERM)
 
     def asked(*_: object) -> None:

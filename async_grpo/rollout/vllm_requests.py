@@ -330,9 +330,9 @@ def request_pulses(
     ...     sequences, num_tokens={"a": 7, "b": 0, "c": 9}, running=["a"]
     ... ).items():
     ...     print(*pulse)
-    3 RequestPulse(num_tokens=7, is_waiting=False)
-    4 RequestPulse(num_tokens=9, is_waiting=True)
-    5 RequestPulse(num_tokens=0, is_waiting=False)
+    3 RequestPulse(num_tokens=7, is_waiting=False, cut=None)
+    4 RequestPulse(num_tokens=9, is_waiting=True, cut=None)
+    5 RequestPulse(num_tokens=0, is_waiting=False, cut=None)
     """
     pulses = {}
     for lease_id, names in sequences:

@@ -110,6 +110,7 @@ class Turn(Message):
 
     @property
     def is_finished(self) -> bool:
+        """Whether it has ended; else it is a part."""
         return self.finish_reason != "unfinished"
 
 

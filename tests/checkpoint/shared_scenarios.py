@@ -134,7 +134,7 @@ def whole(output_dir):
     with used(disk):
         for batches in (1, 2):
             saves.save(batches)
-            staged = saves.checkpoints._staging._buffers.values()
+            staged = saves.checkpoints._staging._buffers
             buffers.append([buffer.data_ptr() for buffer in staged])
     return disk.hashed, buffers
 

@@ -70,6 +70,7 @@ STANDING = {"max_staleness": 1, "num_training_batches": 4, "learning_rate": 0.0}
 TIMING = (
     "mfu",
     "peak_",
+    "perc_continued",
     "perc_resampled",  # of the groups that happened to be sampled since the step before
     "seconds",
     "_per_second",

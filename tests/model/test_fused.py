@@ -69,6 +69,8 @@ def test_an_unknown_family_and_an_absent_package_are_told(monkeypatch, caplog):
 def by_backend(monkeypatch, backend):
     """Whether a policy may be compiled by a backend in place of the usual one."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    # An engine on CPUs, of other tests in this process, switches it off.
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
     logprobs._compiled.cache_clear()
     try:
         return fused.compiles(family_config("llama"), device=CPU, dtype=torch.float32)

@@ -256,7 +256,7 @@ def test_pulses_tell_of_tokens_while_they_are_made_and_of_who_waits(stack):
     assert counts == sorted(counts) and counts[0] < counts[-1]
     for pulse, made in zip(pulses, counts, strict=True):
         assert pulse.serves == str(FIRST)
-        assert pulse.requests == {3: (made, False), 5: (0, True)}
+        assert pulse.requests == {3: (made, False, None), 5: (0, True, None)}
     assert after.requests == {}
 
 
