@@ -21,13 +21,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from peft.utils import CONFIG_NAME
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from async_grpo.checkpoint.tensors import write_shards
 from async_grpo.model.adapters import adapter_text
-from async_grpo.model.foreign_folders import config_file, hub_name, stated_config
+from async_grpo.model.foreign_folders import ADAPTER_CONFIG, config_file, hub_name, stated_config
 from async_grpo.model.hub import Pushes
 from async_grpo.model.model_folder import read_config
 from async_grpo.model.policy import PolicyModel, as_stored, stored_buffers
@@ -108,7 +107,7 @@ def export_hf(
             texts = {"README.md": card()} if card else {}
             stored: Named = ((name, tensor.float()) for name, tensor in tensors)
             if of_adapter:
-                texts |= {CONFIG_NAME: adapter_text(policy, model=source)}
+                texts |= {ADAPTER_CONFIG: adapter_text(policy, model=source)}
             else:
                 stored = stored_tensors(policy.model, tensors, source)
             write_folder(stored, source, Path(target), texts=texts)
@@ -160,7 +159,7 @@ def write_folder(
     Raises `OSError` or `CheckpointError` when the disk fails.
     """
     temporary = goal.with_name(f".{goal.name}.partial")
-    of_adapter = CONFIG_NAME in (texts or {})
+    of_adapter = ADAPTER_CONFIG in (texts or {})
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)

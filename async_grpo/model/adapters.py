@@ -12,16 +12,14 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from peft import LoraConfig, inject_adapter_in_model
-from peft.tuners.lora import Linear, LoraLayer, ParamWrapper
-from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME, ModulesToSaveWrapper
 from safetensors import safe_open
 from torch import Tensor, nn
 
 from async_grpo.config.training_options import ALTERS_BASE, AdapterOptions
-from async_grpo.model.foreign_folders import hub_name, stated_config
+from async_grpo.model.foreign_folders import ADAPTER_CONFIG, hub_name, stated_config
 from async_grpo.model.model_folder import read_config
 from async_grpo.model.packed_linear import PackedLinear, packed_layers
 from async_grpo.model.policy import (
@@ -41,7 +39,12 @@ from async_grpo.model.weight_files import (
 )
 from async_grpo.util.errors import UnfitModel
 
+if TYPE_CHECKING:  # its import takes 1.2 s, in every rank of runs without adapters too
+    from peft import LoraConfig
+    from peft.tuners.lora import Linear, ParamWrapper
+
 logger = logging.getLogger(__name__)
+ADAPTER_WEIGHTS = "adapter_model.safetensors"  # of peft's format
 NAME = "default"  # peft's, of a model's only adapter
 IN_FILE = "base_model.model."  # begins the names of tensors in an adapter's file
 SAVED = f".modules_to_save.{NAME}."
@@ -67,6 +70,8 @@ class Adapter:
     @classmethod
     def of(cls, options: AdapterOptions, *, model: str, seed: int) -> Adapter:
         """Raises `UnfitModel` for a folder that holds no adapter that can go on."""
+        from peft import LoraConfig
+
         if options.adapter_path:
             folder = Path(options.adapter_path)
             return cls(read_adapter_config(folder), seed, folder, options.base_quantization)
@@ -85,6 +90,10 @@ class Adapter:
 
         Raises `UnfitModel` for targets that the model does not have, or that cannot be merged.
         """
+        from peft import LoraConfig, inject_adapter_in_model
+        from peft.tuners.lora import Linear, LoraLayer, ParamWrapper
+        from peft.utils import ModulesToSaveWrapper
+
         config = LoraConfig(**self.config.to_dict())  # peft writes into what it is given
         try:
             inject_adapter_in_model(config, policy.model, adapter_name=NAME, low_cpu_mem_usage=True)
@@ -112,10 +121,12 @@ class Adapter:
         if self.folder is None:
             self._draw(policy)
         else:
-            self._check_file(self.folder / SAFETENSORS_WEIGHTS_NAME, policy)
+            self._check_file(self.folder / ADAPTER_WEIGHTS, policy)
 
     def _pack(self, policy: PolicyModel) -> None:
         """Put packed layers, without values, in the place of the frozen linear ones."""
+        from peft.tuners.lora import Linear
+
         of_linear = [each for _, each in adapted_layers(policy) if isinstance(each, Linear)]
         for layer in of_linear:
             if not isinstance(layer.base_layer, nn.Linear) or layer.use_dora[NAME]:
@@ -133,7 +144,7 @@ class Adapter:
         trained = {in_file(name): tuple(each.shape) for name, each in trained_parameters(policy)}
         if odd := sorted({name for name, _ in found.items() ^ trained.items()}):
             raise UnfitModel(
-                f"{file} must hold the tensors of its {CONFIG_NAME} for this model and no "
+                f"{file} must hold the tensors of its {ADAPTER_CONFIG} for this model and no "
                 f"others, {len(odd)} differ, first {odd[0]}: give the model of that adapter"
             )
 
@@ -157,7 +168,7 @@ class Adapter:
             [stored] = as_stored(policy.model, name, packed.outline)
             packed.fill(read_whole(places[stored], packed.outline).to(packed.codes.device), name)
         if self.folder is not None:
-            file = self.folder / SAFETENSORS_WEIGHTS_NAME
+            file = self.folder / ADAPTER_WEIGHTS
             for name, parameter in trained_parameters(policy):
                 read_into(local_part(parameter), parameter, (file, in_file(name)))
             return
@@ -177,12 +188,14 @@ def read_adapter_config(folder: Path) -> LoraConfig:
     Raises `UnfitModel` for a folder without one, or for kinds of adapters that are not LoRA or DoRA
     on a model that stays as it is.
     """
+    from peft import LoraConfig
+
     try:
-        stated = json.loads((folder / CONFIG_NAME).read_text())
+        stated = json.loads((folder / ADAPTER_CONFIG).read_text())
         config = LoraConfig(**stated)
     except (OSError, ValueError, TypeError) as error:
         raise UnfitModel(
-            f"an adapter's folder must hold peft's {CONFIG_NAME} and {SAFETENSORS_WEIGHTS_NAME}, "
+            f"an adapter's folder must hold peft's {ADAPTER_CONFIG} and {ADAPTER_WEIGHTS}, "
             f"{folder} does not: {error}"
         ) from error
     usual, found = vars(LoraConfig()), dict(vars(config))
@@ -195,10 +208,10 @@ def read_adapter_config(folder: Path) -> LoraConfig:
     if odd:
         raise UnfitModel(
             "an adapter to go on with must be LoRA or DoRA beside a model that stays as it is, "
-            f"{folder / CONFIG_NAME} has {odd[0]} {found[odd[0]]!r}: train another"
+            f"{folder / ADAPTER_CONFIG} has {odd[0]} {found[odd[0]]!r}: train another"
         )
-    if not (folder / SAFETENSORS_WEIGHTS_NAME).is_file():
-        raise UnfitModel(f"{folder} must hold {SAFETENSORS_WEIGHTS_NAME}: save it with peft")
+    if not (folder / ADAPTER_WEIGHTS).is_file():
+        raise UnfitModel(f"{folder} must hold {ADAPTER_WEIGHTS}: save it with peft")
     if config.lora_dropout:  # a trained token's ratio would not be 1 on policy
         logger.info("lora_dropout=%s of %s is switched off", config.lora_dropout, folder)
         config.lora_dropout = 0.0
@@ -245,6 +258,10 @@ def in_file(name: str) -> str:
 
 def adapted_layers(policy: PolicyModel) -> Iterator[tuple[str, Linear | ParamWrapper]]:
     """(name of a parameter that an adapter changes, its layer)."""
+    if policy.adapter is None:
+        return
+    from peft.tuners.lora import Linear, ParamWrapper
+
     for path, layer in policy.model.named_modules():
         own = path.replace(".base_layer", "")
         if isinstance(layer, Linear):
@@ -255,6 +272,8 @@ def adapted_layers(policy: PolicyModel) -> Iterator[tuple[str, Linear | ParamWra
 
 def base_weight(layer: Linear | ParamWrapper) -> Tensor:
     """The parameter that an adapter changes, or of packed weights a tensor like it, made anew."""
+    from peft.tuners.lora import ParamWrapper
+
     if isinstance(layer, ParamWrapper):
         return layer.get_param()
     weight = layer.base_layer.weight

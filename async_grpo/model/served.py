@@ -13,12 +13,10 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
-from peft import LoraConfig
-from peft.tuners.lora import Linear, ParamWrapper
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -50,6 +48,9 @@ from async_grpo.model.weight_files import (
 )
 from async_grpo.types import WeightSample
 from async_grpo.util.errors import UnfitModel
+
+if TYPE_CHECKING:  # see `adapters`
+    from peft.tuners.lora import Linear, ParamWrapper
 
 Make = Callable[[], Tensor]
 # Of a sample, over all ranks: in bf16 a small update changes 1 of 400 numbers.
@@ -224,6 +225,8 @@ def _of(
     layer: Linear | ParamWrapper, part: Tensor, rows: Tensor, columns: Tensor
 ) -> tuple[Tensor, Tensor]:
     """W + s B A at rows and columns, and s B A there; of DoRA the rows have their magnitudes."""
+    from peft.tuners.lora import Linear
+
     whole, held = _Factors.of(layer), local_part(part)
     left, right = whole.left.flatten(0, -2)[rows], whole.right
     if right.ndim > 2:  # of each row its own expert's
@@ -244,6 +247,8 @@ def _of(
 
 def _by_peft(layer: Linear, rows: Tensor) -> Tensor:
     """s B A at rows by peft's own formula: a mistake in `_Factors` must not be in samples, too."""
+    from peft.tuners.lora import Linear
+
     a, b = (_whole(each[NAME].weight).double() for each in (layer.lora_A, layer.lora_B))
     turned = layer.fan_in_fan_out
     factors = {"lora_A": a[:, rows] if turned else a, "lora_B": b if turned else b[rows]}
@@ -312,6 +317,9 @@ def check_adapter(path: str, adapter: Adapter) -> None:
     A small random model of the config's architecture is asked: some read a layer's weight without
     calling the layer, where an adapter would train without effect.
     """
+    from peft import LoraConfig
+    from peft.tuners.lora import Linear
+
     config, policy = read_config(Path(path)), adapter.outlined(path)
     assert policy.adapter is not None
     linear = [name for name, layer in adapted_layers(policy) if isinstance(layer, Linear)]
