@@ -58,7 +58,6 @@ TRAINER_SAYS = {
     "trainer: join the cluster": "joined the Ray cluster",
     "trainer: find workers, start the batcher": "outputs end with",
     "trainer: policy and optimizer": "policy and optimizer are ready",
-    "trainer: publish the weights": "first weights",
 }
 
 
