@@ -10,10 +10,9 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import chain
 from typing import TypeVar
 
@@ -25,9 +24,6 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateRequest,
 )
 from vllm.exceptions import VLLMValidationError
-from vllm.inputs import tokens_input
-from vllm.lora.request import LoRARequest
-from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
@@ -36,8 +32,8 @@ from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.rollout import vllm_requests, weights_update
 from async_grpo.rollout.engine_adapters import Adapters, InUse
 from async_grpo.rollout.engine_args import USAGE, engine_args
+from async_grpo.rollout.in_flight import InFlight, cuts_of
 from async_grpo.types import (
-    Cut,
     Experts,
     GenerationRequest,
     Pulse,
@@ -45,18 +41,15 @@ from async_grpo.types import (
     WeightsSnapshot,
     WeightsVersion,
 )
-from async_grpo.types.samples import joined
 from async_grpo.types.snapshots import NUM_ROWS
 from async_grpo.util import deadlines
 from async_grpo.util.errors import WeightSyncError, WorkerError
-from async_grpo.util.waiting import together
 from async_grpo.weight_sync.buckets import check_whole
 from async_grpo.weight_sync.update_checks import pack_samples
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-CUT_S = 1.0  # of the engine's next step, which sends a cut; a longer one has none
 UNPUBLISHED = "default"  # vLLM's name for the weights it read from the folder
 
 
@@ -90,7 +83,7 @@ class Engine:
         # None: weights replace the model's.
         self._adapters = Adapters(self._llm) if lora else None
         self._request_ids = itertools.count()
-        self._running = set[vllm_requests.InFlight]()
+        self._running = set[InFlight]()
         self._staging = weights_update.StagedWeights()
         self._delay = weights_update.UpdateDelay(max_num_seqs=self.max_num_seqs)
         model_config = self._llm.model_config
@@ -159,11 +152,11 @@ class Engine:
             EngineBrokenError: the engine died.
         """
         self._check_length(request)
-        running = vllm_requests.InFlight(request, next(self._request_ids))
+        running = InFlight(request, next(self._request_ids))
         self._running.add(running)
         try:
             with _alive(), self._adapter_in_use() as (adapter, running.version):
-                outputs = await self._outputs(running, adapter)
+                turns = await running.turns(self._llm, adapter)
         except VLLMValidationError as error:
             raise vllm_requests.no_grammar(error) from error
         except (EngineGenerateError, ValueError) as error:
@@ -171,45 +164,7 @@ class Engine:
         finally:
             self._running.remove(running)
         self._delay.ended(began_at=running.began_at)
-        turns = dict(enumerate(request.begun))
-        for index, output in outputs.items():
-            turn = vllm_requests.read_completion(output, running.version)
-            turns[index] = joined([turns[index], turn]) if index in turns else turn
-        return tuple(turns[index] for index in range(request.num_samples))
-
-    async def _outputs(
-        self, running: vllm_requests.InFlight, adapter: LoRARequest | None
-    ) -> Mapping[int, CompletionOutput]:
-        """Those of a group, which vLLM keeps together, or each that goes on; by index."""
-        request = running.request
-        prompt = request.input_token_ids.tolist()
-        if not request.begun:
-            final = await self._answer(running, prompt, adapter)
-            return dict(enumerate(final.outputs))
-
-        async def go_on(index: int) -> None:
-            ids = prompt + request.begun[index].token_ids.tolist()
-            (running.ended[index],) = (await self._answer(running, ids, adapter, index)).outputs
-
-        await together(map(go_on, running.names), name="go-on")
-        return running.ended
-
-    async def _answer(
-        self,
-        running: vllm_requests.InFlight,
-        ids: list[int],
-        adapter: LoRARequest | None,
-        index: int | None = None,
-    ) -> RequestOutput:
-        answers = self._llm.generate(
-            tokens_input(ids),
-            vllm_requests.sampling_params(running.request, index),
-            running.names[index or 0],
-            lora_request=adapter,
-            priority=running.request.priority,
-        )
-        *_, final = [output async for output in answers]
-        return final
+        return turns
 
     def _adapter_in_use(self) -> AbstractContextManager[InUse]:
         return self._adapters.in_use() if self._adapters else contextlib.nullcontext((None, None))
@@ -444,20 +399,10 @@ class Engine:
         requests = vllm_requests.request_pulses(
             sequences, num_tokens=num_tokens, running=set(running)
         )
-        for it in before.keys() & self._running:
-            cut = await _cut(partial(it.cut, before[it], num_tokens, decode))
-            lease_id = it.request.lease_id
-            requests[lease_id] = requests[lease_id]._replace(cut=cut)
+        for lease_id, cut in (await cuts_of(before, num_tokens, decode)).items():
+            if lease_id in requests:
+                requests[lease_id] = requests[lease_id]._replace(cut=cut)
         return Pulse("none" if version == UNPUBLISHED else version, made, requests)
-
-
-async def _cut(told: Callable[[], Cut | None]) -> Cut | None:
-    """The cut, once the engine's next step has sent what is in it."""
-    for _ in range(int(CUT_S / weights_update.POLL_INTERVAL_S)):
-        if cut := told():
-            return cut
-        await asyncio.sleep(weights_update.POLL_INTERVAL_S)
-    return None  # the next one tells it all
 
 
 @contextlib.contextmanager

@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,21 +14,14 @@ from vllm.inputs import tokens_input
 from vllm.lora.request import LoRARequest
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
-from vllm.v1.engine import FinishReason
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
-from vllm.v1.engine.output_processor import (
-    OutputProcessor,
-    RequestOutputCollector,
-    RequestState,
-)
-from vllm.v1.engine.parallel_sampling import ParentRequest
+from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from async_grpo.rollout.expert_choices import WANTED
 from async_grpo.rollout.scheduler import FIRST_IN_QUEUE
 from async_grpo.types import (
     CanaryRow,
-    Cut,
     Experts,
     GenerationRequest,
     RequestPulse,
@@ -127,111 +118,6 @@ def _version_spans(output: CompletionOutput) -> tuple[VersionSpan, ...]:
         raise WorkerError(
             "a worker must not generate before it serves published weights: register it first"
         ) from None
-
-
-class InFlight:
-    """A request that the engine works on, and what its outputs have so far, for cuts."""
-
-    def __init__(self, request: GenerationRequest, number: int) -> None:
-        self.request = request
-        self.began_at = time.monotonic()
-        # By index: vLLM's name of a group, or of each output that another worker has begun.
-        self.names = {
-            index: f"{number}-{index}"
-            for index, turn in enumerate(request.begun)
-            if not turn.is_finished
-        }
-        if not request.begun:
-            self.names[0] = str(number)
-        self.ended: dict[int, CompletionOutput] = {}  # of those that another worker has begun
-        self.version: WeightsVersion | None = None  # of the adapter that samples all
-        self._group: ParentRequest | None = None
-        self._num_cuts = 0
-        self._num_told = [0] * request.num_samples
-        self._texts: dict[int, str] = {}  # of outputs that have ended
-
-    def sequences(self, vllm: OutputProcessor) -> dict[int, RequestState]:
-        """Those that are not finished, by index."""
-        found = {}
-        for number, name in self.names.items():
-            for state in (
-                vllm.request_states[each] for each in vllm.external_req_ids.get(name, ())
-            ):
-                self._group = state.parent_req
-                found[number + state.request_index] = state
-        return found
-
-    def cut(
-        self,
-        sequences: Mapping[int, RequestState],
-        num_tokens: Mapping[str, int],
-        decode: Callable[[Sequence[int]], str],
-    ) -> Cut | None:
-        """What has come since the last cut; None while some of it is on its way from the core.
-
-        Args:
-            sequences: those that were unfinished before the core was asked for the cut.
-            num_tokens: sampled of each sequence that the core had then.
-            decode: gives the text of an output that has ended.
-        """
-        parts, lengths = [], []
-        for index in range(self.request.num_samples):
-            if self.request.begun and index not in self.names:
-                lengths.append(0)
-                parts.append(_nothing(self.request.begun[index]))
-                continue
-            state = sequences.get(index)
-            length = num_tokens.get(state.request_id) if state else None
-            output = self._output(index, None if length is None else state)
-            if output is None or len(output.token_ids) < (length or 0):
-                return None
-            lengths.append(len(output.token_ids) if length is None else length)
-            part = _part(output, self._num_told[index], lengths[-1], self.version)
-            if length is not None:
-                part = replace(part, finish_reason="unfinished")
-            elif index not in self._texts:
-                before = self.request.begun[index].token_ids.tolist() if self.request.begun else []
-                self._texts[index] = decode([*before, *output.token_ids])
-            parts.append(replace(part, text=self._texts.get(index, "")))
-        self._num_told = lengths
-        self._num_cuts += 1
-        return Cut(self._num_cuts - 1, tuple(parts))
-
-    def _output(self, index: int, state: RequestState | None) -> CompletionOutput | None:
-        """That of an unfinished sequence, or a finished one; None: that has not come yet."""
-        if state is not None:
-            # As vLLM does for a sequence that is given up: all that it has, with its versions.
-            return state._new_completion_output([], FinishReason.ABORT, None)
-        if index in self.ended:
-            return self.ended[index]
-        return self._group.output_aggregator[index] if self._group else None
-
-
-def _nothing(turn: Turn) -> Turn:
-    """No more of an output that was finished before."""
-    none = slice(0)
-    return replace(
-        turn, token_ids=turn.token_ids[none], logprobs=turn.logprobs[none], weights_versions=()
-    )
-
-
-def _part(output: CompletionOutput, start: int, stop: int, version: WeightsVersion | None) -> Turn:
-    """Tokens [start, stop) of an output, as `read_completion`."""
-    spans = output.weight_versions
-    if spans is not None:
-        inside = (
-            replace(span, start=max(span.start, start) - start, end=min(span.end, stop) - start)
-            for span in spans
-        )
-        spans = [span for span in inside if span.start < span.end]
-    assert output.logprobs is not None
-    own = replace(
-        output,
-        token_ids=output.token_ids[start:stop],
-        logprobs=output.logprobs[start:stop],
-        weight_versions=spans,
-    )
-    return read_completion(own, version)
 
 
 class CanaryPass:

@@ -2,12 +2,15 @@
 
 import asyncio
 import dataclasses
+import time
 
 import numpy as np
 import pytest
 from engine_stack import FIRST, LONG_PROMPT, SECOND, STOP, TOLERANCE, fetch, make_request
 
+from async_grpo.types import Cut
 from async_grpo.types.samples import joined
+from async_grpo.util.errors import WorkerError
 
 pytestmark = pytest.mark.integration
 PROMPT = LONG_PROMPT[:40]
@@ -104,3 +107,31 @@ def test_another_worker_goes_on_from_a_cut_as_if_it_had_sampled_all(stack):
     assert np.mean([len(turn.token_ids) for turn in answer]) > np.mean(
         [len(turn.token_ids) for turn in begun]
     )
+
+
+class Asked:
+    """A request, of which a cut comes or does not, and can be read or not."""
+
+    def __init__(self, lease_id, *, comes=True, cut=None):
+        self.request = make_request(lease_id=lease_id)
+        self.comes, self.found = comes, cut
+
+    def has_come(self, sequences, num_tokens):
+        return self.comes
+
+    def cut(self, sequences, num_tokens, decode):
+        if self.found is None:
+            raise WorkerError("log-probabilities must be finite")
+        return self.found
+
+
+def test_what_does_not_come_delays_a_pulse_once_and_what_cannot_be_read_costs_no_other():
+    from async_grpo.rollout import in_flight
+
+    late = [Asked(lease_id, comes=False) for lease_id in range(100)]
+    asked = [*late, Asked(100), Asked(101, cut=Cut(0, ()))]
+    started = time.monotonic()
+    cuts = asyncio.run(in_flight.cuts_of({each: {} for each in asked}, {}, str))
+    limit_s = in_flight.NUM_LOOKS * in_flight.LOOK_INTERVAL_S
+    assert limit_s <= time.monotonic() - started < 10 * limit_s
+    assert cuts == {101: asked[-1].found}
