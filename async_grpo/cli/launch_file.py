@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -222,7 +222,7 @@ def _train(run: LocalRun) -> None:
     with contextlib.ExitStack() as stack:
         beside = run_processes.CheckBeside(run, command=run_processes.COMMAND, say=logger.warning)
         stack.enter_context(beside)
-        environment, heads = stack.enter_context(run_processes.cluster_of(run))
+        environment, heads = stack.enter_context(run_processes.cluster_of(run, watched=(beside,)))
         nodes = _nodes(run) if run.ray_address else (HERE,)
         found = dispatches(run, nodes)
         if run.ray_address and (fleet := fleet_here(usable_devices())).num_devices:
@@ -242,12 +242,12 @@ def _train(run: LocalRun) -> None:
             )
             stack.enter_context(worker)
             workers.append(worker)
-        # All start at once: seconds of imports pass before one waits for Ray or the others.
+        # Start it without waiting: it waits for workers itself, after seconds of imports.
         trainer, others = run_processes.trainers_of(run, nodes, environment)
         for other in others:
             workers.append(stack.enter_context(other))
         stack.enter_context(trainer)  # it ends first, with a checkpoint of all ranks
-        code, failure = _outcome(trainer, workers, heads, environment)
+        code, failure = _outcome(trainer, workers, heads)
     if code:  # after a stopped trainer has saved its checkpoint
         elsewhere = "".join(f", and {each.process.log}" for each in others)
         click.echo(f"error: {failure}{elsewhere}; {how_to_go_on(run)}", err=True)
@@ -255,15 +255,11 @@ def _train(run: LocalRun) -> None:
 
 
 def _outcome(
-    trainer: ChildProcess,
-    workers: Sequence[Watched],
-    heads: Sequence[ChildProcess],
-    environment: Mapping[str, str],
+    trainer: ChildProcess, workers: Sequence[Watched], heads: Sequence[ChildProcess]
 ) -> tuple[int, str]:
     """The run's exit code, and the error that has ended it where that is not 0."""
     code, failure = EXIT_ERROR, ""
     try:
-        run_processes.until_ready(heads, environment, watched=workers)
         code = trainer.exit_code(watched=workers)
         failure = trainer.failure if code else ""
     except WorkerError as error:

@@ -37,11 +37,10 @@ Say = Callable[[str], object]
 
 
 @contextlib.contextmanager
-def cluster_of(run: LocalRun) -> Iterator[tuple[dict[str, str], list[ChildProcess]]]:
-    """Start the run's Ray head, if it needs one; yield the variables to join it, and [head].
-
-    The head is not ready: `until_ready` must be called. Who has the variables waits for it.
-    """
+def cluster_of(
+    run: LocalRun, *, watched: Sequence[Watched] = ()
+) -> Iterator[tuple[dict[str, str], list[ChildProcess]]]:
+    """Start the run's Ray head, if it needs one; yield the variables to join it, and [head]."""
     common = {"OMP_NUM_THREADS": "1"} | os.environ | {"PYTHONUNBUFFERED": "1"}
     if not run.starts_head:
         yield common | _way_to_cluster(run), []
@@ -57,7 +56,6 @@ def cluster_of(run: LocalRun) -> Iterator[tuple[dict[str, str], list[ChildProces
         environment = common | private
         environment["RAY_ADDRESS"] = f"127.0.0.1:{port}"
         environment["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"] = "0"  # its workers end before it
-        environment[head.STARTED] = f"{folder}/started"
         environment.pop("RAY_AUTH_TOKEN", None)  # it would go before the cluster's own
         command = [
             *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"),
@@ -78,25 +76,15 @@ def cluster_of(run: LocalRun) -> Iterator[tuple[dict[str, str], list[ChildProces
         )
         try:
             with ray_head:
+                ray_head.wait_for(
+                    "Ray runtime started", timeout_s=deadlines.HEAD_READY_S, watched=watched
+                )
                 if run.dashboard:
                     url = f"http://127.0.0.1:{pages}"
                     logger.info("Ray's dashboard: %s, `%s`", url, command_to_ask(url, private))
                 yield environment, [ray_head]
         finally:
             _keep_logs(Path(session), run.logs / "ray")
-
-
-def until_ready(
-    heads: Sequence[ChildProcess],
-    environment: Mapping[str, str],
-    *,
-    watched: Sequence[Watched] = (),
-) -> None:
-    """Return once the heads, of which there is one or none, let others join."""
-    for ray_head in heads:
-        said, limit_s = "Ray runtime started", deadlines.HEAD_READY_S
-        ray_head.wait_for(said, timeout_s=limit_s, watched=watched)
-        Path(environment[head.STARTED]).touch()
 
 
 def _way_to_cluster(run: LocalRun) -> dict[str, str]:

@@ -25,7 +25,7 @@ from async_grpo.checkpoint.merging import whole_folder
 from async_grpo.cli.boundary import command_boundary
 from async_grpo.cli.local_run import LocalRun
 from async_grpo.cli.options import CONTEXT, OptionsCommand, options_of
-from async_grpo.cli.run_processes import cluster_of, dispatcher_of, name_of, until_ready
+from async_grpo.cli.run_processes import cluster_of, dispatcher_of, name_of
 from async_grpo.config.command_options import (
     EvaluateConfig,
     GenerateConfig,
@@ -117,12 +117,11 @@ def _measured(config: EvaluateConfig, *, model: str, data: str) -> dict[str, obj
     run.logs.mkdir(parents=True)
     run.write_file()
     with contextlib.ExitStack() as stack:
-        environment, heads = stack.enter_context(cluster_of(run))
+        environment, _ = stack.enter_context(cluster_of(run))
         workers = [
             stack.enter_context(dispatcher_of(run, number, environment, name=name_of(run, number)))
             for number in range(len(run.workers))
         ]
-        until_ready(heads, environment, watched=workers)
         os.environ.update(environment)  # before Ray is imported
         measured = _evaluated(run, config, data, workers)
     shutil.rmtree(folder, ignore_errors=True)

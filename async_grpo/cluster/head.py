@@ -16,7 +16,6 @@ from typing import NamedTuple
 from async_grpo.util import deadlines
 from async_grpo.util.errors import ClusterError
 from async_grpo.util.files import tokens_folder
-from async_grpo.util.waiting import poll
 
 logger = logging.getLogger(__name__)
 NO_CLUSTER = (
@@ -24,8 +23,6 @@ NO_CLUSTER = (
     "--ray-address host:port"
 )
 VARIABLE = "RAY_AUTH_TOKEN"
-STARTED = "ASYNC_GRPO_HEAD_STARTED"  # a file that is there once the head of a launch has started
-LOOK_INTERVAL_S = 0.02
 AS_ON_HEAD = "put there what `ray get-auth-token` prints on the head's machine"
 
 
@@ -52,14 +49,7 @@ def private_cluster() -> Iterator[dict[str, str]]:
 
 
 def find_head(address: str) -> str:
-    """Like `locate`, once a head that this launch is starting has started.
-
-    Warns of a cluster that asks for no token.
-    """
-    if file := os.environ.get(STARTED):
-        for _ in poll(every_s=LOOK_INTERVAL_S, within_s=deadlines.HEAD_READY_S):
-            if os.path.exists(file):
-                break
+    """Like `locate`; warns of a cluster that asks for no token."""
     address = locate(address)
     if "RAY_AUTH_MODE" not in os.environ:
         logger.warning(

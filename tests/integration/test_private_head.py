@@ -12,7 +12,7 @@ from commands import REPOSITORY
 from private_cluster import environment, sessions_of
 
 from async_grpo.cli.local_run import LocalRun
-from async_grpo.cli.run_processes import cluster_of, command_to_ask, until_ready
+from async_grpo.cli.run_processes import cluster_of, command_to_ask
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.verification.usage import descendants
@@ -66,8 +66,7 @@ def private(tmp_path_factory):
         prepare=(), workers=(WorkerConfig(mode="verifier"),), train=train, num_ranks=0, plot={},
         num_cpus=8, ray_address="", dashboard=True,
     )  # fmt: skip
-    with cluster_of(run) as (variables, heads):
-        until_ready(heads, variables)
+    with cluster_of(run) as (variables, _):
         address = variables["RAY_ADDRESS"]
         yield address, variables["RAY_AUTH_TOKEN_PATH"], leader_of(address)
     assert "Draining" not in (folder / "logs" / "ray.log").read_text()  # which takes 30 s
