@@ -84,8 +84,8 @@ docs: export NO_MKDOCS_2_WARNING = 1
 docs: dev ## the site, in build/site; every warning is an error (ARGS=serve shows it while you write)
 	$(BIN)/mkdocs $(or $(ARGS),build --strict)
 
-benchmarks: dev ## every benchmark, to benchmarks/results; about an hour (ARGS="--quick packing")
+benchmarks: dev ## every benchmark, to benchmarks/results; some hours (ARGS="--quick packing")
 	$(BIN)/python -m benchmarks $(ARGS)
 
-guard: dev ## whether a ratio of the benchmarks got worse than the one on file (ARGS="packing")
+guard: dev ## whether benchmarks have their files, and a ratio got worse than on file (ARGS="packing")
 	$(BIN)/python -m benchmarks.guard $(ARGS)

@@ -1,6 +1,7 @@
 """A guard against getting slower: reruns benchmarks and compares their ratios with those on file.
 
-Ratios alone are compared, because times are those of a machine: a share of a budget, one way's time
+First it looks for the files of all benchmarks, and whether they are of one commit. Ratios alone are
+compared, because times are those of a machine: a share of a budget, one way's time
 by another's within one run. A ratio is worse than on file when it is so by more than the slack and
 lies outside the spread that the file saw.
 """
@@ -10,13 +11,13 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import click
 
 from benchmarks import results
-from benchmarks.catalogue import GUARDED, NAMES
+from benchmarks.catalogue import FILES, GUARDED, NAMES
 from benchmarks.results import RATIOS, Figure
 
 SLACK = 0.15
@@ -25,24 +26,45 @@ SLACK = 0.15
 @click.command()
 @click.argument("names", nargs=-1, type=click.Choice(NAMES))
 @click.option("--slack", default=SLACK, help="share by which a ratio may be worse than on file")
-def main(names: tuple[str, ...], slack: float) -> None:
-    """Rerun benchmarks, all guarded ones by default; fails when a ratio has got worse."""
-    complaints = []
-    known = {name: results.read(name) for name in names or GUARDED}
-    if unknown := [name for name, figures in known.items() if not figures]:
+@click.option("--results-dir", default=str(results.FOLDER), help="where the files are")
+def main(names: tuple[str, ...], slack: float, results_dir: str) -> None:
+    """Rerun benchmarks, all guarded ones by default; fails when a ratio has got worse.
+
+    Fails too when a benchmark has no file, whether it is rerun or not.
+    """
+    complaints, on_file = [], Path(results_dir)
+    commits = {
+        name: results.measured_at(*FILES.get(name, (name,)), folder=on_file)
+        for name in names or NAMES
+    }
+    if missing := [name for name, commit in commits.items() if not commit]:
         raise click.ClickException(
-            f"there is no file of {', '.join(unknown)} to compare with: write benchmarks/results/ "
-            f'with `make benchmarks ARGS="{" ".join(unknown)}"`'
+            f"there is no file of {', '.join(missing)} to compare with: write benchmarks/results/ "
+            f'with `make benchmarks ARGS="{" ".join(missing)}"`'
         )
-    for name, on_file in known.items():
+    if len(by_commit := _by_commit(commits)) > 1:
+        told = ", ".join(f"{commit} ({', '.join(own)})" for commit, own in by_commit.items())
+        click.echo(
+            f"the files are of several commits: {told}: `make benchmarks` measures all again"
+        )
+    for name in names or GUARDED:
         with tempfile.TemporaryDirectory() as folder:
             command = [sys.executable, "-m", f"benchmarks.{name}", "--results-dir", folder]
             subprocess.run(command, check=True)
             found = results.read(name, folder=Path(folder))
-        complaints += [f"{name}: {text}" for text in worse(found, on_file, slack=slack)]
+        known = results.read(name, folder=on_file)
+        complaints += [f"{name}: {text}" for text in worse(found, known, slack=slack)]
     if complaints:
         raise click.ClickException("\n".join(["these ratios got worse", *complaints]))
     click.echo("no ratio got worse")
+
+
+def _by_commit(commits: Mapping[str, str]) -> dict[str, list[str]]:
+    """The benchmarks of each commit, that of the fewest first."""
+    found: dict[str, list[str]] = {}
+    for name, commit in commits.items():
+        found.setdefault(commit, []).append(name)
+    return dict(sorted(found.items(), key=lambda each: len(each[1])))
 
 
 def worse(found: Sequence[Figure], on_file: Sequence[Figure], *, slack: float) -> list[str]:

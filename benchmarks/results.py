@@ -6,6 +6,7 @@ import datetime
 import json
 import os
 import statistics
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from typing import Any, Literal
 
 FOLDER = Path(__file__).parent / "results"
 RATIOS = ("", "x", "fraction", "%")  # units of what two machines may be compared by
+# What a benchmark writes, and pages that show it, change nothing that is measured.
+NOT_MEASURED = (":!benchmarks/results", ":!docs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,16 @@ def machine() -> str:
     return f"{os.cpu_count()} x {models[0] if models else 'unknown'}, {memory_gib:.0f} GiB"
 
 
+def commit(folder: Path = FOLDER) -> str:
+    """The commit of the code, `+changes` where files of it differ; unknown without a repository."""
+    of = ("git", "-C", str(folder.parents[1]))
+    head = subprocess.run([*of, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    if head.returncode:
+        return "unknown"
+    changed = subprocess.run([*of, "diff", "--quiet", "HEAD", "--", ".", *NOT_MEASURED])
+    return head.stdout.strip() + "+changes" * bool(changed.returncode)
+
+
 def load() -> str:
     """How busy the machine is, for whoever doubts a time."""
     return "load average " + " ".join(f"{value:.2f}" for value in os.getloadavg())
@@ -74,6 +87,7 @@ def write(name: str, figures: Sequence[Figure], *, folder: Path = FOLDER, device
     content = {
         "benchmark": name,
         "command": command(name),
+        "commit": commit(),
         "machine": ", ".join(filter(None, [device, machine()])),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "figures": [_entry(figure) for figure in figures],
@@ -87,6 +101,13 @@ def read(name: str, *, folder: Path = FOLDER) -> list[Figure]:
     path = folder / f"{name}.json"
     entries = json.loads(path.read_text())["figures"] if path.exists() else []
     return [_figure(entry) for entry in entries]
+
+
+def measured_at(*names: str, folder: Path = FOLDER) -> str:
+    """The commit of the first of these files that is there; empty: none is."""
+    files = (folder / f"{name}.json" for name in names)
+    found = next((file for file in files if file.exists()), None)
+    return str(json.loads(found.read_text()).get("commit", "unknown")) if found else ""
 
 
 def _figure(entry: dict[str, Any]) -> Figure:

@@ -1,5 +1,6 @@
 import json
 import socket
+import subprocess
 from pathlib import Path
 
 from benchmarks import results
@@ -9,7 +10,7 @@ from benchmarks.results import Figure, median
 def test_a_file_holds_what_the_next_run_is_compared_with(tmp_path):
     figures = [median("time", [3.0, 1.0, 2.0], "s", goal=2.5), Figure("rate", 7.0, "1/s", "higher")]
     content = json.loads(results.write("example", figures, folder=tmp_path).read_text())
-    assert set(content) == {"benchmark", "command", "machine", "date", "figures"}
+    assert set(content) == {"benchmark", "command", "commit", "machine", "date", "figures"}
     time, rate = content["figures"]
     assert time == {
         "name": "time", "value": 2.0, "unit": "s", "goal": 2.5, "better": "lower",
@@ -24,6 +25,30 @@ def test_a_file_names_neither_the_machine_nor_its_folders(tmp_path):
     assert content["command"].startswith("python -m benchmarks.example")
     assert socket.gethostname() not in content["machine"]
     assert str(Path.home()) not in content["machine"]
+
+
+def test_a_file_tells_the_commit_that_was_measured_and_whether_its_code_had_changed(tmp_path):
+    def git(*words):
+        own = ("-c", "user.name=a", "-c", "user.email=a@b")
+        command = ["git", "-C", str(tmp_path), *own, *words]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    folder = tmp_path / "benchmarks" / "results"
+    folder.mkdir(parents=True)
+    assert results.commit(folder) == "unknown"
+    files = (folder / "packing.json", tmp_path / "docs" / "page.md", tmp_path / "code.py")
+    for file in files:
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("before")
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-q", "-m", "all")
+    head = git("rev-parse", "--short", "HEAD")
+    for file in files[:2]:
+        file.write_text("after")
+    assert results.commit(folder) == head
+    files[2].write_text("after")
+    assert results.commit(folder) == f"{head}+changes"
 
 
 def test_a_table_shows_value_spread_and_goal():
