@@ -99,7 +99,7 @@ def generation_worker(stack: Stack, model: Path, *, reward: str, log: str) -> It
         environment=stack.environment,
     )
     with dispatcher:
-        dispatcher.wait_for("registered", timeout_s=READY_TIMEOUT_S)
+        dispatcher.wait_for_worker(timeout_s=READY_TIMEOUT_S)
         pin(stack.generator_pids(), core=GENERATOR_CORE)
         yield dispatcher
 

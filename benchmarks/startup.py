@@ -22,6 +22,7 @@ from pathlib import Path
 
 import click
 
+from async_grpo.config.roles import GENERATION
 from async_grpo.launch import interrupts
 from benchmarks import results, stack
 from benchmarks.alternation import turns
@@ -47,17 +48,18 @@ MODULES = {
     "the controller": "async_grpo.controller.controller",
     "the verifier pool": "async_grpo.verification.pool",
 }
-DISPATCHER_SAYS = {
-    "dispatcher: options, imports, join the cluster": "joined the Ray cluster",
-    "dispatcher: look for room": "starting ",
-    "worker: process, imports, engine": "is ready after",
-    "worker: registered": "registered",
+WORKER = f"worker {GENERATION}-"  # a pool of verifiers says the same, and sooner
+DISPATCHER_SAYS: Mapping[str, tuple[str, ...]] = {
+    "dispatcher: options, imports, join the cluster": ("joined the Ray cluster",),
+    "dispatcher: look for room": ("starting ",),
+    "worker: process, imports, engine": (WORKER, "is ready after"),
+    "worker: registered": (WORKER, "registered"),
 }
-TRAINER_SAYS = {
-    "trainer: imports, questions": "questions to train on",
-    "trainer: join the cluster": "joined the Ray cluster",
-    "trainer: find workers, start the batcher": "outputs end with",
-    "trainer: policy and optimizer": "policy and optimizer are ready",
+TRAINER_SAYS: Mapping[str, tuple[str, ...]] = {
+    "trainer: imports, questions": ("questions to train on",),
+    "trainer: join the cluster": ("joined the Ray cluster",),
+    "trainer: find workers, begin the run": ("outputs end with",),
+    "trainer: policy and optimizer": ("policy and optimizer are ready",),
 }
 
 
@@ -146,7 +148,7 @@ def start_once(folder: Path, variant: str) -> Started:
         with Timeline(files) as timeline, _dispatcher(running, files["dispatcher"]) as worker:
             worker_began = time.monotonic()
             if variant == "one by one":
-                worker.wait_for("registered", timeout_s=READY_TIMEOUT_S)
+                worker.wait_for_worker(timeout_s=READY_TIMEOUT_S)
             ranks = 2 if "torchrun" in variant else 0
             with _trainer(running, puzzles, files["trainer"], ranks=ranks) as trainer:
                 trainer_began = time.monotonic()
@@ -155,7 +157,7 @@ def start_once(folder: Path, variant: str) -> Started:
         found = {"ray start": head_up - began}
         if variant == "one by one":
             found |= _phases(timeline, "dispatcher", worker_began, DISPATCHER_SAYS)
-            found |= worker_phases(timeline.first("dispatcher", "is ready after")[1])
+            found |= worker_phases(timeline.first("dispatcher", WORKER, "is ready after")[1])
         found |= _trainer_phases(timeline, trainer_began)
         # The puzzles are no part of a user's start.
         return Started(
@@ -215,19 +217,20 @@ def _spent(running: Stack, worker: Process, trainer: Process) -> dict[str, float
         "dispatcher": cpu_seconds(family(worker.pid)),
         "generation worker and engine": cpu_seconds(engine),
         "trainer": cpu_seconds(family(trainer.pid)),
-        "registry, verifiers and batcher": cpu_seconds(shared - engine),
+        "controller and verifiers": cpu_seconds(shared - engine),
         "Ray": cpu_seconds(cluster - engine - shared),
     }
 
 
 def _phases(
-    timeline: Timeline, name: str, began: float, says: Mapping[str, str]
+    timeline: Timeline, name: str, began: float, says: Mapping[str, tuple[str, ...]]
 ) -> dict[str, float]:
-    return phases(began, [(phase, timeline.first(name, text)[0]) for phase, text in says.items()])
+    said = [(phase, timeline.first(name, *texts)[0]) for phase, texts in says.items()]
+    return phases(began, said)
 
 
 def _trainer_phases(timeline: Timeline, began: float) -> dict[str, float]:
-    said = [(phase, timeline.first("trainer", text)[0]) for phase, text in TRAINER_SAYS.items()]
+    said = [(phase, timeline.first("trainer", *texts)[0]) for phase, texts in TRAINER_SAYS.items()]
     samples = ("trainer: first samples", timeline.first("samples", "{")[0])
     step = ("trainer: first optimizer step", timeline.first("rows", "{")[0])
     return phases(began, [*said, samples, step])

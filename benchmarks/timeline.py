@@ -42,12 +42,12 @@ class Timeline:
             now = self._clock()
             self._lines += [(now, name, line) for line in new.decode(errors="replace").split("\n")]
 
-    def first(self, name: str, text: str) -> tuple[float, str]:
-        """When the first line of a file that holds `text` came, and the line; raises without."""
+    def first(self, name: str, *texts: str) -> tuple[float, str]:
+        """When the first line that holds all `texts` came, and the line; raises without."""
         for when, file, line in tuple(self._lines):
-            if file == name and text in line:
+            if file == name and all(text in line for text in texts):
                 return when, line
-        raise LookupError(f"no line of {self._files[name]} holds {text!r}")
+        raise LookupError(f"no line of {self._files[name]} holds {' and '.join(texts)!r}")
 
     def _watch(self) -> None:
         while not self._ended.wait(POLL_INTERVAL_S):

@@ -27,7 +27,8 @@ def workers(
         dispatchers = [running.enter_context(_dispatcher(stack, task, mode)) for mode in modes]
         for dispatcher in dispatchers:
             started(dispatcher)
-        for dispatcher in dispatchers:
+        dispatchers[0].wait_for_worker(timeout_s=READY_TIMEOUT_S)
+        for dispatcher in dispatchers[1:]:  # which has no verifiers
             dispatcher.wait_for("registered", timeout_s=READY_TIMEOUT_S)
         yield dispatchers
 
