@@ -52,17 +52,22 @@ logger = logging.getLogger(__name__)
 @click.option("--passes", default="", help="numbers of passes to compare instead, such as 1,2")
 @click.option("--seeds", default=3, help="runs of each bound")
 @click.option("--batches", default=60, help="batches a run")
+@click.option(
+    "--quick", is_flag=True, help="a few batches from one seed, the picture in the output folder"
+)
 @click.option("--picture", default="docs/staleness.svg", help="where the curves are drawn")
 @click.option("--output-dir", default="runs/benchmarks/learning_curves", help="replaced")
 @click.option("--results-dir", default=str(results.FOLDER), help="where the figures go")
 def main(
-    staleness: str, passes: str, seeds: int, batches: int, picture: str, output_dir: str,
-    results_dir: str,
+    staleness: str, passes: str, seeds: int, batches: int, quick: bool, picture: str,
+    output_dir: str, results_dir: str,
 ) -> None:  # fmt: skip
     """Learn the quick start's task at each staleness bound, from several seeds."""
     logging.basicConfig(level="INFO", format="%(asctime)s %(message)s")
     logging.getLogger("async_grpo").setLevel("WARNING")
     interrupt_once()  # so that SIGTERM too ends what was started
+    if quick:
+        seeds, batches, picture = 1, 6, f"{output_dir}/curves.svg"
     compared: dict[str, dict[str, object]] = {
         f"staleness {bound}": {"max_staleness": bound} for bound in staleness.split(",")
     }

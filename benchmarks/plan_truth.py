@@ -209,7 +209,9 @@ def compare(case: Case, folder: Path) -> list[Figure]:
 
 def _ratio(name: str, ratio: float, goal: float) -> Figure:
     """Of a plan by the truth; its goal is how far from 1 it may be."""
-    return Figure(name, ratio, "x", goal=1 + goal if ratio >= 1 else 1 - goal)
+    if ratio < 1:
+        return Figure(name, ratio, "x", "higher", 1 - goal)
+    return Figure(name, ratio, "x", goal=1 + goal)
 
 
 def within(figures: Sequence[Figure]) -> int:

@@ -94,9 +94,11 @@ def measure(learning_rate: float, dtype: torch.dtype, *, num_steps: int) -> list
 
 @click.command()
 @click.option("--steps", default=4, help="updates that are measured, of each kind")
+@click.option("--quick", is_flag=True, help="one update of each kind")
 @click.option("--results-dir", default=str(results.FOLDER), help="where weight_delta.json goes")
-def main(steps: int, results_dir: str) -> None:
+def main(steps: int, quick: bool, results_dir: str) -> None:
     """Count the bytes of updates."""
+    steps = 1 if quick else steps
     torch.set_num_threads(1)
     figures = [
         figure

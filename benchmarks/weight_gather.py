@@ -196,9 +196,12 @@ def figures_of(title: str, ranks: list[dict[str, Any]]) -> list[Figure]:
 @click.option("--ranks", default="1,2,4")
 @click.option("--dtypes", default="float32,bfloat16")
 @click.option("--repeats", default=5, help="turns of each way, after one of each")
+@click.option("--quick", is_flag=True, help="the smaller model on two ranks, one turn")
 @click.option("--results-dir", default=str(results.FOLDER), help="where weight_gather.json goes")
-def main(models: str, ranks: str, dtypes: str, repeats: int, results_dir: str) -> None:
+def main(models: str, ranks: str, dtypes: str, repeats: int, quick: bool, results_dir: str) -> None:
     """Measure publications by ranks of random models."""
+    if quick:
+        models, ranks, dtypes, repeats = next(iter(MODELS)), "2", "bfloat16", 1
     interrupt_once()
     click.echo(f"{results.machine()}, {results.load()}")
     figures: list[Figure] = []
