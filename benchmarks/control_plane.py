@@ -2,7 +2,8 @@
 
 The `Controller` is the real actor on a cluster of its own, with one change: it tells what it has
 computed, and where (the profiles on the screen count their calls). Workers answer at once, ranks
-train nothing.
+train nothing. What a group, a sample and a rank's request cost follows from three runs that differ
+in their numbers; what a ping costs, from many workers that have nothing to do.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import cProfile
 import io
 import os
 import pstats
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -47,15 +49,19 @@ from async_grpo.types import (
     WeightsVersion,
     WorkerInfo,
 )
+from async_grpo.util.deadlines import PING_S
 from benchmarks import results, stack
 from benchmarks.results import Figure, median
+from benchmarks.scaling.hardware import PARTS
 
 NAME = "control_plane"
 GROUP = 8  # samples of a question
-NUM_RANKS = 64
+LARGE_GROUP = 32
+NUM_RANKS, MANY_RANKS = 64, 512
 NUM_WORKERS = 8  # of each role
 AT_ONCE = 64  # turns that are asked at a time
 MATH = teacher("math")
+PLAYED = (GENERATION, MATH, VERIFIER)
 PROFILE_LINES = 12
 TIMEOUT_S = 300.0
 FIRST = WeightsVersion(0, 0)
@@ -74,9 +80,11 @@ class Size:
     num_batches: int = 6
     batch_size: int = 128
     repeats: int = 3
+    num_pinged: int = 384
+    idle_s: float = 10.0
 
 
-QUICK = Size(num_turns=256, num_batches=2, batch_size=32, repeats=1)
+QUICK = Size(num_turns=256, num_batches=2, batch_size=32, repeats=1, num_pinged=64, idle_s=5.0)
 
 
 @click.command()
@@ -90,7 +98,7 @@ def main(quick: bool, results_dir: str) -> None:
         os.environ["RAY_AUTH_MODE"] = running.environment["RAY_AUTH_MODE"]
         Cluster.join(running.environment["RAY_ADDRESS"], namespace=NAME)
         try:
-            figures = turn_figures(size) + sample_figures(size)
+            figures = turn_figures(size) + sample_figures(size) + ping_figures(size)
         finally:
             ray.shutdown()
     click.echo("\n" + results.show(figures))
@@ -118,21 +126,71 @@ def turn_figures(size: Size) -> list[Figure]:
 
 def sample_figures(size: Size) -> list[Figure]:
     """Samples a second through the batcher to many ranks, and what they cost."""
-    controller, player, run = make_run(batch_size=size.batch_size)
-    ranks = Ranks(controller, run)
-    asyncio.run(ranks.train(num_batches=2))  # the first ones fill the window
-    walls, costs = measured(
-        lambda: ranks.train(num_batches=size.num_batches), {"controller": controller}, size.repeats
-    )
-    profile(f"{NUM_RANKS} ranks", controller, ranks.train(num_batches=size.num_batches))
-    end(controller, player)
-    num = size.num_batches * size.batch_size * GROUP
-    spent = [1e6 * second / num for second in costs["controller"]]
-    rates = [num / wall for wall in walls]
+    shapes = ((GROUP, NUM_RANKS), (GROUP, MANY_RANKS), (LARGE_GROUP, NUM_RANKS))
+    costs = [batches(size, group=group, num_ranks=ranks) for group, ranks in shapes]
+    first, num = costs[0], size.batch_size * GROUP
+    spent = [1e6 * second / num for second in first.cpu]
+    rates = [num / wall for wall in first.walls]
+    counts = [(size.batch_size, size.batch_size * group, cost.num_asked)
+              for (group, _), cost in zip(shapes, costs, strict=True)]  # fmt: skip
+    parts = np.linalg.solve(counts, [statistics.median(cost.cpu) for cost in costs])
     return [
         median(f"samples to {NUM_RANKS} ranks", rates, "1/s", better="higher"),
         median("a sample, CPU of the controller", spent, "us"),
+        *(
+            Figure(f"{part}, CPU of the controller", 1e6 * float(seconds), "us")
+            for part, seconds in zip(PARTS, parts, strict=True)
+        ),
     ]
+
+
+@dataclass(frozen=True, slots=True)
+class Batches:
+    """What a batch took: seconds, CPU seconds of the controller, requests of ranks."""
+
+    walls: list[float]
+    cpu: list[float]
+    num_asked: float
+
+
+def batches(size: Size, *, group: int, num_ranks: int) -> Batches:
+    """Batches of so many samples a question to so many ranks, in turns."""
+    controller, player, run = make_run(batch_size=size.batch_size, group=group, num_ranks=num_ranks)
+    ranks = Ranks(controller, run, num_ranks=num_ranks)
+    asyncio.run(ranks.train(num_batches=2))  # the first ones fill the window
+    before = ranks.num_asked
+    walls, costs = measured(
+        lambda: ranks.train(num_batches=size.num_batches), {"controller": controller}, size.repeats
+    )
+    asked = ranks.num_asked - before
+    work = ranks.train(num_batches=size.num_batches)
+    profile(f"{num_ranks} ranks, {group} samples a question", controller, work)
+    end(controller, player)
+    num = size.num_batches
+    return Batches(
+        [wall / num for wall in walls], [cpu / num for cpu in costs["controller"]],
+        asked / num / size.repeats,
+    )  # fmt: skip
+
+
+def ping_figures(size: Size) -> list[Figure]:
+    """What a ping of a worker costs, by two runs that wait with few workers and with many."""
+    costs = {}
+    for num_workers in (NUM_WORKERS, size.num_pinged):
+        controller, player, run = make_run(batch_size=1, num_workers=num_workers)
+
+        async def wait(controller: Any = controller, run: RunId = run) -> None:
+            await controller.heard.remote(run)
+            await asyncio.sleep(size.idle_s)
+
+        asyncio.run(wait())  # the first questions are answered
+        _, spent = measured(wait, {"controller": controller}, size.repeats)
+        costs[num_workers] = spent["controller"]
+        end(controller, player)
+    few, many = costs.values()
+    pings = len(PLAYED) * (size.num_pinged - NUM_WORKERS) * size.idle_s / PING_S
+    each = [1e6 * (own - other) / pings for own, other in zip(many, few, strict=True)]
+    return [median("a ping, CPU of the controller", each, "us")]
 
 
 def measured(
@@ -255,17 +313,19 @@ def make_run(
     batch_size: int,
     questions: Sequence[Question] = (QUESTION,) * NUM_QUESTIONS,
     num_ranks: int = NUM_RANKS,
+    group: int = GROUP,
+    num_workers: int = NUM_WORKERS,
 ) -> tuple[Any, Any, RunId]:
     """A controller, its workers that all are one player, and a run without end."""
     player = ray.remote(Player).options(**OPTIONS).remote()
     controller = ray.remote(WatchedController).options(**OPTIONS).remote("benchmark")
     infos = [
-        WorkerInfo(f"{role}-{n}", role, "node", 0, "model", 128, 256.0, GROUP, 512)
-        for role in (GENERATION, MATH, VERIFIER)
-        for n in range(NUM_WORKERS)
+        WorkerInfo(f"{role}-{n}", role, "node", 0, "model", 128, 256.0, group, 512)
+        for role in PLAYED
+        for n in range(num_workers)
     ]
     get([controller.register.remote(info, player) for info in infos])
-    plan = make_plan(batch_size=batch_size, questions=questions, num_ranks=num_ranks)
+    plan = make_plan(batch_size=batch_size, questions=questions, num_ranks=num_ranks, group=group)
     run = RunId(plan.incarnation, get(controller.begin_run.remote(plan, player, None)))
     publish = controller.publish.remote(run, WeightsSnapshot(FIRST, ()), (GENERATION,), TIMEOUT_S)
     get(publish)
@@ -273,14 +333,16 @@ def make_run(
     return controller, player, run
 
 
-def make_plan(*, batch_size: int, questions: Sequence[Question], num_ranks: int) -> BatcherPlan:
+def make_plan(
+    *, batch_size: int, questions: Sequence[Question], num_ranks: int, group: int
+) -> BatcherPlan:
     """A run without end."""
     config = TrainConfig(
         model_name_or_path="none",
         data_path="none",
         batch_size=batch_size,
         num_training_batches=10**6,
-        samples_per_question=GROUP,
+        samples_per_question=group,
         max_generation_tokens=256,
         max_tokens_per_gpu=4096,
         max_staleness=1,
@@ -308,6 +370,7 @@ class Ranks:
         self._run = run
         self._ranks = range(num_ranks)
         self._index = 0
+        self.num_asked = 0
 
     async def train(self, *, num_batches: int) -> None:
         """So many batches more."""
@@ -328,6 +391,7 @@ class Ranks:
                 await controller.heard.remote(run)
 
     def _ask(self) -> list[Any]:
+        self.num_asked += len(self._ranks)
         return [
             self._controller.next_items.remote(self._run, rank, self._index) for rank in self._ranks
         ]

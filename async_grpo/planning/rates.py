@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from async_grpo.batching.packing import DEFAULT_ATTENTION_RATIO, attention_ratio
 from async_grpo.devices.bill import FLOAT32, ModelShape, cached_token_bytes
 from async_grpo.planning.asked import DeviceKind, flops_a_parameter, multiplied
+from async_grpo.planning.bills import BUCKET_BYTES, BUCKETS
 from async_grpo.util.errors import ConfigError
 
 # Chosen to match vLLM's published latencies on H200 (8B on one device, 70B on four).
@@ -88,14 +89,14 @@ class ScorerRates:
 class SyncRates:
     """The seconds that one version of the weights costs."""
 
-    gather_s: float = 0.0  # ranks gather and pack their shares, and do not train
+    gather_s: float = 0.0  # ranks copy their shares, wait for buckets, and do not train
     transfer_s: float = 0.0  # to all nodes, while training and generation go on
     load_s: float = 0.0  # an engine loads, and does not decode; without rebuilding caches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlCosts:
-    """CPU seconds of the control process (registries and batcher); latency of verifiers."""
+    """CPU seconds of the controller, which is one process; latency of verifiers."""
 
     group_s: float = 0.0  # the calls for one group: lease, generate, verify
     sample_s: float = 0.0  # to receive, grade, record, pack and send a sample
@@ -203,10 +204,14 @@ def trainer_rates(model: ModelShape, kind: DeviceKind, layout: Layout) -> Traine
 
 
 def sync_rates(model: ModelShape, kind: DeviceKind, layout: Layout) -> SyncRates:
-    """Seconds in which ranks move and pack their shares, nodes pass these on, engines load them."""
+    """Seconds in which ranks move and pack their shares, nodes pass these on, engines load them.
+
+    Ranks train while what lies in their buckets is packed, and wait where their share is larger.
+    """
     size = (layout.published or model.num_parameters) * layout.engine_bytes
     own = size / layout.num_ranks
-    gather_s = own / (kind.host_bytes_per_s * PCIE_SHARE)
+    waiting_s = max(0.0, own - BUCKET_BYTES * BUCKETS) / PACK_BYTES_PER_S  # for free buckets
+    gather_s = max(own / (kind.host_bytes_per_s * PCIE_SHARE), waiting_s)
     hops = log2(1 + layout.engine_nodes) / log2(1 + BROADCAST_NODES)
     transfer_s = size * BROADCAST_S_PER_BYTE / BROADCAST_SPEED_UP * hops
     if not layout.by_store:
@@ -214,7 +219,7 @@ def sync_rates(model: ModelShape, kind: DeviceKind, layout: Layout) -> SyncRates
         transfer_s = size / (way * NETWORK_SHARE)
     return SyncRates(
         gather_s=gather_s,
-        transfer_s=transfer_s + own / PACK_BYTES_PER_S,
+        transfer_s=transfer_s + own / PACK_BYTES_PER_S - waiting_s,
         load_s=size / layout.engine_devices / (kind.host_bytes_per_s * PCIE_SHARE),
     )
 

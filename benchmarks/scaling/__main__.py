@@ -19,7 +19,7 @@ from async_grpo.planning.service import Scenario, mean, simulate
 from benchmarks import results
 from benchmarks.results import Figure
 from benchmarks.scaling import hardware
-from benchmarks.scaling.hardware import CONTROL, DEVICES_A_NODE, MODELS
+from benchmarks.scaling.hardware import DEVICES_A_NODE, MODELS, control_costs
 from benchmarks.scripted_staleness import heavy_tail
 
 NAME = "scaling"
@@ -70,8 +70,10 @@ def scenario_of(name: str, devices: int, engines: int, max_staleness: int) -> Sc
     return Scenario(
         engine=hardware.engine_rates(model),
         trainer=hardware.trainer_rates(model),
-        sync=hardware.sync_rates(model, engine_nodes=-(-generating // DEVICES_A_NODE)),
-        control=CONTROL,
+        sync=hardware.sync_rates(
+            model, num_ranks=devices - generating, engine_nodes=-(-generating // DEVICES_A_NODE)
+        ),
+        control=control_costs(),
         lengths=heavy_tail,
         num_engines=engines,
         num_ranks=devices - generating,
@@ -105,7 +107,7 @@ def run(asked: tuple[str, int, int, int]) -> Row:
             "engines stalled": share("engines_stalled_s", engines),
             "trainers busy": busy,
             "idle": 1 - busy - gathering - blocked - scenario.trainer.step_s / seconds,
-            "gathering": gathering,
+            "standing still for weights": gathering,
             "waiting for the sync": blocked,
             "weights on their way": scenario.sync.transfer_s / seconds,
             "control process": share("control_s"),
@@ -161,6 +163,7 @@ def show(name: str, devices: int, rows: dict[int, Row]) -> list[Figure]:
         own, ratio = f"{at}, staleness {bound}", row.samples_per_s / best
         figures += [
             Figure(f"{own}, samples", row.samples_per_s, "samples/s", "higher"),
+            Figure(f"{own}, tokens", row.tokens_per_s, "tokens/s", "higher"),
             Figure(f"{own}, samples / best staleness's", ratio, "x", "higher"),
             *(Figure(f"{own}, {part}", share, SHARE) for part, share in row.shares.items()),
         ]

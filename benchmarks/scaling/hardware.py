@@ -6,30 +6,31 @@ Each has its source in docs/scaling.md; `async_grpo.planning.rates` has those of
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import log2
+from pathlib import Path
+
+import click
 
 from async_grpo.batching.packing import attention_ratio
 from async_grpo.devices.bill import ModelShape
 from async_grpo.planning import rates
 from async_grpo.planning.asked import H100
 from async_grpo.planning.rates import (
-    BROADCAST_NODES,
-    BROADCAST_S_PER_BYTE,
-    BROADCAST_SPEED_UP,
     NETWORK_SHARE,
-    PACK_BYTES_PER_S,
-    PCIE_SHARE,
     ControlCosts,
     EngineRates,
+    Layout,
     SyncRates,
     TrainerRates,
 )
+from benchmarks import results
 
 BYTES = 2  # bfloat16, of weights and caches
 DEVICES_A_NODE = 8
 MEAN_CONTEXT = 2_600  # tokens of a running sequence, seen at random, for the room it needs
 MEMORY_FOR_ENGINE = 0.9  # of a device's memory, an assumption
 MAX_NUM_SEQS = 256
+VERIFICATION_S = 1.6e-3  # math-verify, measured on 2026-11-21
+PARTS = ("a group", "each sample of a group", "a rank's request")  # of the controller's work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,24 +106,32 @@ def trainer_rates(model: Model) -> TrainerRates:
     )
 
 
-def sync_rates(model: Model, *, engine_nodes: int) -> SyncRates:
-    """Rank 0 gathers float32 shards, packs bfloat16 into the store; nodes pass the bytes on."""
-    gather_s = 4 * model.parameters / (H100.network_bytes_per_s * NETWORK_SHARE)
-    hops = log2(1 + engine_nodes) / log2(1 + BROADCAST_NODES)
-    per_byte_s = BROADCAST_S_PER_BYTE / BROADCAST_SPEED_UP
-    share = model.size_bytes / model.devices_per_engine
-    return SyncRates(
-        gather_s=gather_s + model.size_bytes / PACK_BYTES_PER_S,
-        transfer_s=model.size_bytes * per_byte_s * hops,
-        load_s=share / (H100.host_bytes_per_s * PCIE_SHARE),
+def sync_rates(model: Model, *, num_ranks: int, engine_nodes: int) -> SyncRates:
+    """Each rank copies and stores its own rows; nodes pass the bytes on; engines load them."""
+    layout = Layout(
+        engine_devices=model.devices_per_engine, num_ranks=num_ranks, engine_nodes=engine_nodes,
+        engine_bytes=BYTES,
+    )  # fmt: skip
+    return rates.sync_rates(model.shape, H100, layout)
+
+
+def control_costs(folder: Path = results.FOLDER) -> ControlCosts:
+    """Of the one controller, by the file of `benchmarks.control_plane`; a verification is math's.
+
+    Raises `ClickException` without such a file.
+    """
+    seconds = {
+        figure.name: 1e-6 * figure.value for figure in results.read("control_plane", folder=folder)
+    }
+    try:
+        group, sample, item, ping = (
+            seconds[f"{what}, CPU of the controller"] for what in (*PARTS, "a ping")
+        )
+    except KeyError as missing:
+        raise click.ClickException(
+            f"benchmarks/results/control_plane.json must hold {missing}, it does not: run "
+            "`python -m benchmarks.control_plane` first"
+        ) from None
+    return ControlCosts(
+        group_s=group, sample_s=sample, item_s=item, ping_s=ping, verification_s=VERIFICATION_S
     )
-
-
-# One core of two AMD EPYC. `Publisher.collect` packs and checksums 3.2 GB/s, the store's first copy
-# takes 1.2 GB/s. `CONTROL` is of 2026-11-21, when leases came from another process: a ping 0.6 ms,
-# a sample through the batcher 0.6 ms in groups of 8; how that splits, and what a rank's request
-# costs, are assumptions. Today's controller takes 0.72 ms a sample, leases included, and 1.3 ms a
-# turn that an environment asks for (results/control_plane.json): more than is simulated here.
-CONTROL = ControlCosts(
-    group_s=2.6e-3, sample_s=0.25e-3, item_s=0.5e-3, ping_s=0.6e-3, verification_s=1.6e-3
-)

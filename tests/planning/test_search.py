@@ -26,6 +26,8 @@ from async_grpo.planning.rates import PACK_BYTES_PER_S, slower
 from async_grpo.planning.search import most_engines, search
 from async_grpo.planning.service import mean, simulate
 from async_grpo.util.errors import ConfigError
+from async_grpo.weight_sync.buckets import BUCKET_BYTES
+from async_grpo.weight_sync.gather import NUM_HOST_BUFFERS
 
 NOISE = 0.1  # of batches of 128 samples, and of splits that are not tried
 
@@ -153,8 +155,10 @@ def test_too_few_devices_are_refused_with_what_would_do():
 
 def test_weights_of_a_single_machine_travel_through_its_memory():
     one, two = (asked("qwen2.5-7b", devices=devices) for devices in ("8", "8,8"))
-    here = work(one)(Split(4, 4)).rates.sync.transfer_s
-    assert here == pytest.approx(2 * one.model.num_parameters / 4 / PACK_BYTES_PER_S)
+    sync = work(one)(Split(4, 4)).rates.sync
+    here, own = sync.transfer_s, 2 * one.model.num_parameters / 4
+    assert sync.gather_s + here == pytest.approx(own / PACK_BYTES_PER_S)
+    assert here == pytest.approx(NUM_HOST_BUFFERS * BUCKET_BYTES / PACK_BYTES_PER_S)
     assert work(two)(Split(8, 8)).rates.sync.transfer_s > here
     by_nccl = with_train(one, weight_transport="nccl"), with_train(two, weight_transport="nccl")
     inside, between = (work(each)(Split(4, 4)).rates.sync.transfer_s for each in by_nccl)
