@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
 from benchmarks import results
+from faults.books import Books
 from faults.experiment import Outcome
 
 
@@ -62,6 +65,23 @@ def summary(outcomes: Sequence[Outcome]) -> str:
             p50, p99 = (percentile(known, share) for share in (0.5, 0.99))
             parts.append(f"{name} in {p50:.1f} s (median), {p99:.1f} s (p99)")
     return f"{len(outcomes)} faults: {', '.join(parts)}"
+
+
+def write(file: Path, outcomes: Sequence[Outcome], runs: Sequence[Books]) -> None:
+    """What `benchmarks.faults` reads: seconds of each fault, and the books of all runs."""
+    faults = [
+        {
+            "fault": f"{outcome.fault.role}: {outcome.fault.action}",
+            "detected": outcome.sight.detected_s,
+            "whole again": outcome.recovered_s,
+        }
+        for outcome in outcomes
+    ]
+    books = {
+        "batches": sum(run.num_batches for run in runs),
+        **{name: sum(getattr(run, name) for run in runs) for name in ("lost", "doubled", "stale")},
+    }
+    file.write_text(json.dumps({"faults": faults, "books": books}))
 
 
 def is_well(outcome: Outcome) -> bool:

@@ -5,6 +5,8 @@
     FAULT_MINUTES=60 FAULT_RANKS=1 python -m pytest ... -k moment
     FAULT_SCRIPTED=1 leaves engines and reference out
 
+`python -m benchmarks.faults` writes its times to benchmarks/results, by FAULT_OUTCOMES.
+
 One run bears one fault after the other; when it cannot go on, a fresh one takes over, so that the
 table (printed, shown by -rA) has a line for each.
 """
@@ -38,7 +40,7 @@ def bear(faults, folder):
     """Commit them all; each must be noticed, recovered from, and have cost nothing."""
     assert set(CHOSEN) <= set(ROLES), f"FAULT_ROLES must be of {', '.join(ROLES)}"
     generator, left = random.Random(SEED), iter(faults)
-    outcomes, wrong = [], []
+    outcomes, wrong, kept = [], [], []
     for number in itertools.count():
         first = next(left, None)
         if first is None:
@@ -52,12 +54,15 @@ def bear(faults, folder):
                     break
             _, orphans = run.stop()
             found = books(run)
+            kept.append(found)
             wrong += [f"run {number}: {found}"] if not found.are_balanced else []
             wrong += [f"run {number}: {len(orphans)} processes left"] if orphans else []
     print(report.table(outcomes))
     print(report.summary(outcomes))
     wrong += [report.line(outcome) for outcome in outcomes if not report.is_well(outcome)]
     assert outcomes and not wrong, "\n".join(wrong)
+    if file := os.environ.get("FAULT_OUTCOMES"):
+        report.write(Path(file), outcomes, kept)
 
 
 def test_a_real_run_survives_the_whole_matrix(tmp_path, monkeypatch):
