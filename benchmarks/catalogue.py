@@ -24,7 +24,8 @@ NAMES = (
     "faults",  # every role killed and frozen: how soon that is noticed and made good
 )
 # What only the clock of a script or the shape of a computation decides, or is measured as a ratio
-# of neighbours within seconds; each has its file in benchmarks/results.
+# of neighbours within seconds; each has its file in benchmarks/results. Scaling is no less certain,
+# but takes many minutes.
 GUARDED = ("packing",)
 # The files of a benchmark, where not NAME.json alone: any of them will do.
 FILES = {"gpu": ("gpu", "gpu_toy")}
