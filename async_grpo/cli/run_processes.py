@@ -22,6 +22,7 @@ from async_grpo.cli.assignment import Node
 from async_grpo.cli.local_run import LocalRun
 from async_grpo.cli.run_file import as_toml
 from async_grpo.cluster import head
+from async_grpo.devices.core_shares import EVEN_PRIORITY, THREADS
 from async_grpo.devices.inventory import forwarded
 from async_grpo.launch.child_processes import ChildProcess, RemoteProcess, Watched
 from async_grpo.launch.local_ranks import TRAINER_NODE
@@ -41,7 +42,7 @@ def cluster_of(
     run: LocalRun, *, watched: Sequence[Watched] = ()
 ) -> Iterator[tuple[dict[str, str], list[ChildProcess]]]:
     """Start the run's Ray head, if it needs one; yield the variables to join it, and [head]."""
-    common = {"OMP_NUM_THREADS": "1"} | os.environ | {"PYTHONUNBUFFERED": "1"}
+    common = {**os.environ, "PYTHONUNBUFFERED": "1"}
     if not run.starts_head:
         yield common | _way_to_cluster(run), []
         return
@@ -71,7 +72,7 @@ def cluster_of(
             "the Ray head",
             command,
             log=run.logs / "ray.log",
-            environment=environment,
+            environment={THREADS: "1", **EVEN_PRIORITY, **environment},
             stop_signal=signal.SIGTERM,
         )
         try:
@@ -99,7 +100,7 @@ def remote_variables(run: LocalRun) -> dict[str, str]:
     """
     variables = forwarded(os.environ, secrets=True)
     variables.pop("VLLM_HOST_IP", None)  # of this machine
-    return variables | {"OMP_NUM_THREADS": "1"} | _way_to_cluster(run)
+    return variables | _way_to_cluster(run)
 
 
 def command_to_ask(url: str, private: Mapping[str, str]) -> str:
@@ -232,7 +233,7 @@ class CheckBeside(ChildProcess):
         self._file.write_text(as_toml(run.tables))
         self._found.unlink(missing_ok=True)  # of a start that ended before this
         words = [*command, "check", str(self._file), "--beside", str(self._found), "--trust"]
-        environment = {"OMP_NUM_THREADS": "1"} | os.environ
+        environment = {THREADS: "1", **os.environ}
         super().__init__("the check", words, log=run.logs / "check.log", environment=environment)
 
     def check(self) -> None:

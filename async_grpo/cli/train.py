@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
 from collections.abc import Iterator, MutableMapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING
@@ -20,10 +21,12 @@ from async_grpo.cluster import head
 from async_grpo.cluster.reservation import rank_device
 from async_grpo.config.option import flag, require
 from async_grpo.config.train_config import TrainConfig
+from async_grpo.devices.core_shares import THREADS, give_way, num_cores, share_cores
 from async_grpo.devices.inventory import (
     VISIBLE,
     lacks_rdma,
     prepare_for_devices,
+    read_inventory,
     usable_devices,
 )
 from async_grpo.launch import local_ranks
@@ -36,6 +39,7 @@ from async_grpo.run.output_folder import check_output, check_overwrite
 from async_grpo.util import RELEASE, deadlines
 from async_grpo.util.add_ons import add_on
 from async_grpo.util.imports import without_collection
+from async_grpo.util.run_folder import PARAMETERS_FILE, newest_checkpoint
 from async_grpo.util.stopping import StopRequest
 
 if TYPE_CHECKING:
@@ -91,12 +95,9 @@ def main(*, nproc_per_node: int, **_: object) -> None:
     if "RANK" not in os.environ and several:
         sys.exit(local_ranks.run_ranks(nproc_per_node))
     _check_started(nproc_per_node)
-    for name, value in QUIET.items():
-        os.environ.setdefault(name, value)
-    _take_from_accelerate(os.environ)
-    prepare_for_devices(os.environ)
-    meets_workers = config.memory.weight_transport == "nccl" or bool(config.teaching.express)
-    local_ranks.choose_interfaces(os.environ, meets_workers=meets_workers)
+    _set_variables(config)
+    if not read_inventory().devices:
+        give_way()
     # Progress is what this command puts out; errors go to stderr.
     logging.basicConfig(level="WARNING", handlers=[_log_handler()])
     stop = StopRequest()
@@ -117,6 +118,17 @@ def main(*, nproc_per_node: int, **_: object) -> None:
         interrupts.on_interrupt(config.recording.output_dir),
     ):
         run(config, stop=stop)
+
+
+def _set_variables(config: TrainConfig) -> None:
+    """What libraries read when they are imported: quiet, devices, threads, interfaces."""
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
+    _take_from_accelerate(os.environ)
+    prepare_for_devices(os.environ)
+    share_cores(os.environ, recorded=recorded_threads(config))
+    meets_workers = config.memory.weight_transport == "nccl" or bool(config.teaching.express)
+    local_ranks.choose_interfaces(os.environ, meets_workers=meets_workers)
 
 
 def _log_handler() -> logging.Handler:
@@ -144,6 +156,16 @@ def _take_from_accelerate(environ: MutableMapping[str, str]) -> None:
     environ.pop("ACCELERATE_USE_FSDP", None)
     if environ.get("ACCELERATE_USE_CPU", "").lower() == "true":
         environ[VISIBLE] = ""
+
+
+def recorded_threads(config: TrainConfig) -> int:
+    """Threads of each rank of a run that goes on here: they decide its bits. 0: a new run."""
+    folder = Path(config.recording.output_dir)
+    if config.recording.overwrite or newest_checkpoint(folder) is None:
+        return 0
+    with suppress(OSError, ValueError):
+        return int(json.loads((folder / PARAMETERS_FILE).read_text()).get("threads", 0))
+    return 0
 
 
 def algorithm_of(config: TrainConfig) -> Algorithm:
@@ -188,7 +210,9 @@ def resolved(config: TrainConfig) -> TrainConfig:
 def run(config: TrainConfig, *, stop: Event | None = None) -> None:
     """Join the other ranks and train."""
     if is_main_rank():
-        logger.info("async-grpo %s: loading, to train in %s", RELEASE, config.recording.output_dir)
+        logger.info("async-grpo %s: loading, to train in %s; %s thread(s) a rank on %d core(s)",
+                    RELEASE, config.recording.output_dir, os.environ.get(THREADS, "all"),
+                    num_cores())  # fmt: skip
         usable_devices()  # before a model is fetched for what this machine cannot use
     config = resolved(config)
     if is_main_rank():
@@ -253,6 +277,7 @@ def ranks_alone(config: TrainConfig, num_ranks: int) -> Iterator[Ranks]:
     if "RANK" not in os.environ and num_ranks > 1:
         sys.exit(local_ranks.run_ranks(num_ranks))
     prepare_for_devices(os.environ)
+    share_cores(os.environ)
     local_ranks.choose_interfaces(os.environ)
     logging.basicConfig(level="WARNING", format="%(levelname)s: %(message)s")
     local_ranks.end_with_agent()

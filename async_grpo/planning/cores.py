@@ -31,7 +31,10 @@ class Speed:
 
 
 def num_threads() -> int:
-    """Threads of each process of a run that computes: OMP_NUM_THREADS, or 1 as `launch` sets it."""
+    """Threads of each process of a run that computes, as a plan counts them: OMP_NUM_THREADS or 1.
+
+    By default processes have more, which wait without computing: cores are shared as if each had 1.
+    """
     given = os.environ.get("OMP_NUM_THREADS", "")
     return int(given) if given.isdigit() and int(given) else 1
 

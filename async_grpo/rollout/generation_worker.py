@@ -21,6 +21,7 @@ import ray
 
 from async_grpo.config.roles import GENERATION
 from async_grpo.config.worker_config import WorkerConfig
+from async_grpo.devices.core_shares import THREADS, num_cores, thread_variables
 from async_grpo.rollout.early_process import EarlyProcess
 from async_grpo.types import (
     GenerationRequest,
@@ -47,17 +48,21 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
-    # A second thread on a busy core makes the engine 10-20 times slower.
-    "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
 # The first request would compile for seconds, which pays off on a GPU only.
 CPU_ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1"}
 
 
-def worker_environment(*, on_cpu: bool = True) -> dict[str, str]:
-    """Environment variables for the process of a `GenerationWorker` (Ray's `env_vars`)."""
-    return ENVIRONMENT | (CPU_ENVIRONMENT if on_cpu else {})
+def worker_environment(*, on_cpu: bool = True, num_workers: int = 1) -> dict[str, str]:
+    """Environment variables for the process of a `GenerationWorker` (Ray's `env_vars`).
+
+    `num_workers`: those of this machine, which share its cores.
+    """
+    if not on_cpu:
+        return {**ENVIRONMENT, THREADS: "1"}
+    threads = thread_variables(os.environ, processes=num_workers, cores=num_cores())
+    return ENVIRONMENT | CPU_ENVIRONMENT | threads
 
 
 class GenerationWorker:

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+import torch
+
 from async_grpo.algorithms.find import find_algorithm
 from async_grpo.checkpoint.resume import Start, changed_options
 from async_grpo.config.train_config import TrainConfig
@@ -119,7 +121,7 @@ class Report:
         self._begin_part(start, config, code or {})
         self._confinement: dict[str, str] = {}  # {worker: description}
         kept = {"parts": self._totals.parts, "confinement": self._confinement}
-        self._parameters = config.options() | kept
+        self._parameters = config.options() | kept | {"threads": torch.get_num_threads()}
         _write(folder / run_folder.PARAMETERS_FILE, self._parameters)
 
     def _begin_part(self, start: Start, config: TrainConfig, code: Mapping[str, str]) -> None:

@@ -38,7 +38,7 @@ PANELS = (
 )  # fmt: skip
 PANELS_OF_PAIRS = ("loss", "eval_loss", "grad_norm", "learning_rate")
 # Options in which two runs of one experiment may differ.
-NOT_COMPARED = {"output_dir", *INCIDENTAL}
+NOT_COMPARED = {"output_dir", "threads", *INCIDENTAL}
 SEED_AT_THE_END = re.compile(r"[-_. ]*(seed|s)?[-_. ]*\d*$")
 Row = dict[str, Any]  # {metric: its value in JSON}
 Floats = NDArray[np.float64]
