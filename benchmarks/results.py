@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 FOLDER = Path(__file__).parent / "results"
+# What figures depend on: they may be measured one after the other, each committed at once.
+CODE = (".", ":!benchmarks/results", ":!docs", ":!tests", ":!tools", ":!*.md")
 RATIOS = ("", "x", "fraction", "%")  # units of what two machines may be compared by
 # What a benchmark writes, and pages that show it, change nothing that is measured.
 NOT_MEASURED = (":!benchmarks/results", ":!docs")
@@ -61,13 +63,13 @@ def machine() -> str:
 
 
 def commit(folder: Path = FOLDER) -> str:
-    """The commit of the code, `+changes` where files of it differ; unknown without a repository."""
+    """The last commit that changed `CODE`, `+changes` where it differs; unknown without one."""
     of = ("git", "-C", str(folder.parents[1]))
-    head = subprocess.run([*of, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-    if head.returncode:
-        return "unknown"
-    changed = subprocess.run([*of, "diff", "--quiet", "HEAD", "--", ".", *NOT_MEASURED])
-    return head.stdout.strip() + "+changes" * bool(changed.returncode)
+    last = subprocess.run(
+        [*of, "log", "-1", "--format=%h", "--", *CODE], capture_output=True, text=True
+    )
+    changed = subprocess.run([*of, "diff", "--quiet", "HEAD", "--", *CODE], capture_output=True)
+    return last.stdout.strip() + "+changes" * bool(changed.returncode) if last.stdout else "unknown"
 
 
 def load() -> str:

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from async_grpo.devices.core_shares import EVEN_PRIORITY, THREADS
 from benchmarks.cores import end, family, pin, pinned, titled
 from benchmarks.processes import Process
 
@@ -51,7 +52,8 @@ def start(folder: Path) -> Iterator[Stack]:
     environment = kept | {
         "RAY_ADDRESS": f"127.0.0.1:{port}",
         "RAY_AUTH_MODE": "disabled",  # a cluster of one machine and a few minutes
-        "OMP_NUM_THREADS": "1",
+        **EVEN_PRIORITY,  # as `launch` has it
+        THREADS: "1",
         "HF_HUB_OFFLINE": "1",
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
     }

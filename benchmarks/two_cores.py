@@ -117,9 +117,9 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.split("\n")[:-1]]
 
 
-def even_lengths(folder: Path) -> Path:
+def even_lengths(folder: Path, model: Path = MODEL) -> Path:
     """The model with an end token that it never samples, so that every output has full length."""
-    shutil.copytree(MODEL, folder, dirs_exist_ok=True)
+    shutil.copytree(model, folder, dirs_exist_ok=True)
     for name, change in (
         ("config.json", {"eos_token_id": 0}),
         ("generation_config.json", {"eos_token_id": 0}),

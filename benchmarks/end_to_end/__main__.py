@@ -7,7 +7,7 @@ with the default staleness of 1; TRL in each way that runs here, in its fastest 
 step's row is seen, the CPU seconds and the memory of every process of the system.
 
     python -m benchmarks.end_to_end                                      # everything
-    python -m benchmarks.end_to_end --settings natural --systems "ours,trl ddp"
+    python -m benchmarks.end_to_end --settings "5M fixed with KL of 4" --systems "ours,trl ddp"
     python -m benchmarks.end_to_end --skip-rates --keep                  # adds to what is there
 
 Rates leave out start-up, the first steps and the last two. Every run starts from nothing; systems
@@ -31,20 +31,20 @@ from benchmarks import results
 from benchmarks import stack as stacks
 from benchmarks.alternation import turns
 from benchmarks.end_to_end import measures, systems
-from benchmarks.end_to_end.task import Task
+from benchmarks.end_to_end.task import FORM, Setting, Task
 from benchmarks.stack import MODEL
-from benchmarks.two_cores import even_lengths
 
 NAME = "end_to_end"
 FOLDER = "runs/benchmarks/end_to_end"
-KL_COEFFICIENT = 0.04
-SETTINGS = ("natural", "fixed", "natural with KL", "fixed with KL")
+SETTINGS = (
+    "natural", "fixed", "natural with KL", "20M natural with KL", "20M fixed with KL",
+)  # fmt: skip
 logger = logging.getLogger(__name__)
 
 
 @click.command()
 @click.option("--systems", "names", default=",".join(systems.NAMES), help="to compare")
-@click.option("--settings", default=",".join(SETTINGS[:3]), help=f"of {', '.join(SETTINGS)}")
+@click.option("--settings", default=",".join(SETTINGS), help=f"each of the form {FORM}")
 @click.option("--repeats", default=2, help="runs of each system in each setting")
 @click.option("--steps", default=14, help="gradient steps of such a run")
 @click.option("--seeds", default=3, help="runs of each system to the reward threshold")
@@ -138,23 +138,18 @@ def compare_rates(
     """Runs of a few steps in each setting, systems in turns."""
     questions = stacks.write_puzzles(folder / "puzzles.jsonl", seed=0)
     for setting in settings:
-        if setting not in SETTINGS:
-            raise click.BadParameter(f"--settings must be of {SETTINGS}, got {setting!r}")
+        task = Setting.read(setting).task(folder, questions=questions, num_steps=steps)
         first_turn = records.next_turn("rates", setting, names=names)
         for number, name in enumerate(turns(list(names), repeats=repeats)):
-            task = Task(
-                model=str(even_lengths(folder / "even") if "fixed" in setting else MODEL),
-                questions=str(questions),
-                num_steps=steps,
-                kl_coefficient=KL_COEFFICIENT if "KL" in setting else 0.0,
-            )
             run = attempt(name, task, folder=folder / slug(name, setting), until=never)
             if run is None:
                 continue
             found = measures.rates(run)
             turn = first_turn + number // len(names)
             records.add(measures.as_record("rates", name, setting, turn, found))
-            logger.info("%s, %s: %.0f samples/s", setting, name, found.samples_per_s)
+            logger.info("%s, %s: %.1f samples/s, %.2f of the cores busy, %.0f CPU-ms a sample",
+                        setting, name, found.samples_per_s, found.busy_cores,
+                        found.cpu_ms_per_sample)  # fmt: skip
 
 
 def compare_learning(

@@ -1,4 +1,7 @@
-"""This system on a task, as a user would run it: Ray, `worker_dispatcher.py`, `trainer_core.py`."""
+"""This system on a task, as a user would run it: Ray, `worker_dispatcher.py`, `trainer_core.py`.
+
+Threads, their waiting and priorities are those of `launch`.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from async_grpo.devices.core_shares import THREADS
 from benchmarks.end_to_end.task import Task
 from benchmarks.processes import Process
 from benchmarks.stack import READY_TIMEOUT_S, Stack
@@ -19,12 +23,17 @@ MODES = {
 
 @contextlib.contextmanager
 def workers(
-    stack: Stack, task: Task, *, started: Callable[[Process], None]
+    stack: Stack, task: Task, *, started: Callable[[Process], None], threads: str
 ) -> Iterator[list[Process]]:
-    """Dispatchers with registered workers: one that generates, one that scores if there is KL."""
+    """Dispatchers with registered workers: one that generates, one that scores if there is KL.
+
+    `threads`: of each process; empty: by default.
+    """
     modes = ["generation", *(["logprob"] if task.kl_coefficient else [])]
     with contextlib.ExitStack() as running:
-        dispatchers = [running.enter_context(_dispatcher(stack, task, mode)) for mode in modes]
+        dispatchers = [
+            running.enter_context(_dispatcher(stack, task, mode, threads)) for mode in modes
+        ]
         for dispatcher in dispatchers:
             started(dispatcher)
         dispatchers[0].wait_for_worker(timeout_s=READY_TIMEOUT_S)
@@ -33,7 +42,7 @@ def workers(
         yield dispatchers
 
 
-def _dispatcher(stack: Stack, task: Task, mode: str) -> Process:
+def _dispatcher(stack: Stack, task: Task, mode: str, threads: str) -> Process:
     return Process(
         f"the {mode} worker",
         [
@@ -41,11 +50,16 @@ def _dispatcher(stack: Stack, task: Task, mode: str) -> Process:
             *("--mode", mode, "--max-model-len", str(task.longest_sequence), *MODES[mode]),
         ],
         log=stack.folder / "logs" / f"{mode}.log",
-        environment=stack.environment,
+        environment=_variables(stack, threads),
     )
 
 
-def trainer(stack: Stack, task: Task, *, output: Path) -> Process:
+def _variables(stack: Stack, threads: str) -> dict[str, str]:
+    others = {name: value for name, value in stack.environment.items() if name != THREADS}
+    return others | ({THREADS: threads} if threads else {})
+
+
+def trainer(stack: Stack, task: Task, *, output: Path, threads: str) -> Process:
     """The one rank that trains; not started yet."""
     return Process(
         "the trainer",
@@ -64,5 +78,5 @@ def trainer(stack: Stack, task: Task, *, output: Path) -> Process:
             *("--trackers", "", "--dump-samples-filename", ""),
         ],
         log=stack.folder / "logs" / f"{output.name}.log",
-        environment=stack.environment,
+        environment=_variables(stack, threads),
     )

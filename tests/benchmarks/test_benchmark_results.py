@@ -47,6 +47,8 @@ def test_a_file_tells_the_commit_that_was_measured_and_whether_its_code_had_chan
     for file in files[:2]:
         file.write_text("after")
     assert results.commit(folder) == head
+    git("commit", "-q", "-a", "-m", "figures alone")
+    assert results.commit(folder) == head
     files[2].write_text("after")
     assert results.commit(folder) == f"{head}+changes"
 

@@ -1,12 +1,13 @@
 """What the comparison with TRL makes of its runs."""
 
 import json
+import os
 
 import pytest
 
 from benchmarks.end_to_end import measures
 from benchmarks.end_to_end.systems import Run, Step, as_step
-from benchmarks.end_to_end.task import Task
+from benchmarks.end_to_end.task import SIZES, Setting, Task
 from benchmarks.end_to_end.trl_train import as_prompt, grade
 from benchmarks.end_to_end.watch import Note
 
@@ -28,6 +29,7 @@ def test_rates_are_those_of_the_steady_part():
     assert found.tokens_per_s == pytest.approx(80 / 2)
     assert found.trained_tokens_per_s == pytest.approx(40 / 2)
     assert found.cpu_ms_per_sample == pytest.approx(3000 / 8)
+    assert found.busy_cores == pytest.approx(3.0 / 2.0 / os.cpu_count())
     assert found.cpu_s_per_step == {"trainer": pytest.approx(3.0)}
     assert found.peak_memory_gib == 1.0
 
@@ -57,19 +59,20 @@ def test_the_threshold_is_reached_by_a_mean_of_steps_and_timed_by_its_row():
 
 
 def test_figures_are_ratios_of_the_same_turn_by_the_best_of_trl():
-    speeds = {"ours": (6.0, 20.0), "slow": (1.0, 1.0), "trl": (2.0, 10.0)}
+    speeds = {
+        "ours": (6.0, 20.0), "ours one thread": (9.0, 90.0), "slow": (1.0, 1.0), "trl": (2.0, 10.0),
+    }  # fmt: skip
     records = [
         {"kind": "rates", "system": name, "setting": "natural", "turn": turn}
-        | dict.fromkeys(
-            ("tokens_per_s", "trained_tokens_per_s", "cpu_ms_per_sample", "peak_memory_gib"), 1.0
-        )
-        | {"samples_per_s": value}
+        | dict.fromkeys(("tokens_per_s", "busy_cores", "cpu_ms_per_sample", "peak_memory_gib"), 1.0)
+        | {"samples_per_s": value, "trained_tokens_per_s": 0.25}
         for name, values in speeds.items()
         for turn, value in enumerate(values)
     ]
     by_name = {figure.name: figure for figure in measures.figures_of(records)}
     ratio = by_name["natural, samples, ours / TRL's best"]
     assert (ratio.value, ratio.spread, ratio.goal) == (2.5, (2.0, 3.0), 2.0)
+    assert by_name["natural, share of its output tokens that ours trains"].value == 0.25
 
 
 def test_a_seed_that_missed_the_threshold_is_told_and_leaves_no_times():
@@ -114,3 +117,23 @@ def test_a_row_of_our_metrics_is_read_as_a_step():
         "avg_reward": 0.25, "num_samples": 8, "avg_output_tokens": 10.0, "trained_tokens": 60,
     }  # fmt: skip
     assert as_step(row) == Step(0.25, 8, 80.0, 60)
+
+
+@pytest.mark.parametrize("size", ["", *SIZES])
+@pytest.mark.parametrize("lengths", ["natural", "fixed"])
+@pytest.mark.parametrize("rest", ["", " with KL", " with KL of 4", " of 2"])
+def test_a_setting_is_what_its_name_says(size, lengths, rest):
+    name = f"{size} {lengths}{rest}".strip()
+    setting = Setting.read(name)
+    assert setting.name == name
+    assert (setting.size, setting.even) == (size, lengths == "fixed")
+    assert setting.samples_per_question == (int(rest[-1]) if " of " in rest else 8)
+    assert setting.kl == ("KL" in rest)
+
+
+@pytest.mark.parametrize(
+    "name", ["", "20M", "natural of 8", "7M natural", "natural with", "fixed of x"]
+)
+def test_what_is_no_setting_is_refused(name):
+    with pytest.raises(ValueError, match="a setting must be"):
+        Setting.read(name)

@@ -32,7 +32,7 @@ def test_a_template_leaves_no_placeholder():
 def test_a_missed_goal_is_bold_and_what_no_file_holds_is_a_dash(tmp_path):
     figures = [
         Figure("natural, samples, ours / TRL's best", 1.5, "x", "higher", 2.0, (1.4, 1.6)),
-        Figure("fixed, samples, ours / TRL's best", 1.5, "x", "higher", 1.3),
+        Figure("fixed, samples, ours / TRL's best", 1.5, "x", "higher"),
     ]
     results.write("end_to_end", figures, folder=tmp_path)
     page = "before\n<!-- figures: trl -->\nold\n<!-- end of figures -->\nafter\n"
