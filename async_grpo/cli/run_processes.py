@@ -62,6 +62,7 @@ def cluster_of(
             *("--node-ip-address", "127.0.0.1", "--port", str(port), "--temp-dir", session),
             *("--num-cpus", str(run.num_cpus), "--num-gpus", str(run.num_devices)),
             *("--ray-client-server-port", str(free_port())),
+            *(() if run.dashboard else ("--no-monitor",)),  # it tells the pages, and scales nothing
             *(f"--include-dashboard={str(run.dashboard).lower()}", "--disable-usage-stats"),
             *("--dashboard-host", "127.0.0.1", "--dashboard-port", str(pages)),
             "--include-log-monitor=false",  # it has no reader, and takes 3 % of a core
