@@ -30,7 +30,6 @@ from async_grpo.cluster.head import ClusterResources
 from async_grpo.config.roles import GENERATION, JUDGE, REWARD
 from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.data.questions import check_sources
-from async_grpo.gateway.run_gateway import free_address
 from async_grpo.model.foreign_folders import check_sampled, is_adapter, stated_adapter
 from async_grpo.model.hub import local_folder
 from async_grpo.model.model_folder import (
@@ -107,6 +106,8 @@ def _places(setup: Setup) -> dict[str, object]:
         if isinstance(at, str):
             found["cluster"] = tried(lambda: head.resources_of(at))
     if config.places.gateway:
+        from async_grpo.gateway.run_gateway import free_address  # most of a second
+
         found["gateway"] = tried(lambda: ":".join(map(str, free_address(config.places) or ())))
     unfit = (*unfit_packages(), *broken_interfaces())
     return {**found, "start": tried(lambda: _start(setup)), "unfit": unfit}

@@ -56,6 +56,7 @@ def cluster_of(
         session = f"{folder}/s"
         environment = common | private
         environment["RAY_ADDRESS"] = f"127.0.0.1:{port}"
+        environment["RAY_worker_register_timeout_seconds"] = "600"  # engines' import vLLM first
         environment["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"] = "0"  # its workers end before it
         environment.pop("RAY_AUTH_TOKEN", None)  # it would go before the cluster's own
         command = [
@@ -63,6 +64,7 @@ def cluster_of(
             *("--node-ip-address", "127.0.0.1", "--port", str(port), "--temp-dir", session),
             *("--num-cpus", str(run.num_cpus), "--num-gpus", str(run.num_devices)),
             *("--ray-client-server-port", str(free_port())),
+            *(() if run.dashboard else ("--no-monitor",)),  # it tells the pages, and scales nothing
             *(f"--include-dashboard={str(run.dashboard).lower()}", "--disable-usage-stats"),
             *("--dashboard-host", "127.0.0.1", "--dashboard-port", str(pages)),
             "--include-log-monitor=false",  # it has no reader, and takes 3 % of a core

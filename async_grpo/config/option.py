@@ -9,9 +9,10 @@ import ast
 import inspect
 import operator
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from enum import Flag, auto
+from functools import cache
 from itertools import pairwise
 from textwrap import dedent
 from typing import Any, get_type_hints
@@ -123,7 +124,8 @@ def option_fields(config_class: type[Any]) -> dict[str, Field[Any]]:
     return {each.name: each for part in parts_of(config_class).values() for each in fields(part)}
 
 
-def option_types(config_class: type[Any]) -> dict[str, type[Any]]:
+@cache
+def option_types(config_class: type[Any]) -> Mapping[str, type[Any]]:
     """{option: type of its value}."""
     hints: dict[str, type[Any]] = {}
     for part in parts_of(config_class).values():

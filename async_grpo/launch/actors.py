@@ -96,6 +96,7 @@ def _verifier_pool(cluster: Cluster, config: WorkerConfig) -> WorkerKind:
 def _start_generation_worker(
     cluster: Cluster, config: WorkerConfig, taken: Mapping[str, float], worker_id: str
 ) -> WorkerHandle:
+    from async_grpo.rollout.early_process import program
     from async_grpo.rollout.generation_worker import GenerationWorker, worker_environment
 
     kind = GenerationWorker
@@ -105,7 +106,9 @@ def _start_generation_worker(
         kind = JudgeWorker
     variables = worker_environment(on_cpu=not taken["GPU"], num_workers=config.num_workers)
     variables |= forwarded(os.environ)
-    return _actor(cluster, kind, taken, variables=variables).remote(
+    # On devices vLLM reads more of the environment of an engine's process when that begins.
+    own = {} if taken["GPU"] else {"py_executable": program()}
+    return _actor(cluster, kind, taken, variables=variables, **own).remote(
         replace(config, model_path=os.path.abspath(config.model_path)), worker_id=worker_id
     )
 
@@ -208,13 +211,17 @@ def _actor(
     *,
     max_concurrency: int = 1000,
     variables: Mapping[str, str] = MappingProxyType({}),
+    **process: str,
 ) -> Any:
-    """Make an actor class of this node whose processes get `variables` beside those of Ray."""
+    """Make an actor class of this node whose processes get `variables` beside those of Ray.
+
+    `process`: other keys of Ray's `runtime_env`.
+    """
     variables = {**startup_variables(os.environ), **variables}
     return cluster.actor(
         actor_class,
         num_cpus=taken.get("CPU", 0.0),
         num_gpus=taken.get("GPU", 0.0),
         max_concurrency=max_concurrency,
-        runtime_env={"env_vars": variables} if variables else None,
+        runtime_env={"env_vars": variables, **process} if variables else None,
     )

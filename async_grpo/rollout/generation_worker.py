@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import sys
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import asdict, replace
@@ -22,7 +21,7 @@ import ray
 from async_grpo.config.roles import GENERATION
 from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.devices.core_shares import THREADS, num_cores, thread_variables
-from async_grpo.rollout.early_process import EarlyProcess
+from async_grpo.rollout import early_process
 from async_grpo.types import (
     GenerationRequest,
     Pulse,
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-ENGINE = "async_grpo.rollout.engine"
 ENGINE_POLL_INTERVAL_S = 0.5
 # vLLM reads these while it is imported, so they must be set before a worker's process begins.
 ENVIRONMENT = {
@@ -71,9 +69,6 @@ class GenerationWorker:
     def __init__(self, config: WorkerConfig, *, worker_id: str) -> None:
         # Not at the top: dispatchers import this file, and these imports take seconds.
         began = time.monotonic()
-        # On devices vLLM reads more of the environment of an engine's process when that begins.
-        is_early = CPU_ENVIRONMENT.items() <= os.environ.items() and ENGINE not in sys.modules
-        early = EarlyProcess() if is_early else None
         with without_collection():
             from transformers import AutoTokenizer
 
@@ -88,13 +83,14 @@ class GenerationWorker:
         imported = time.monotonic()
         self._tokenizer = AutoTokenizer.from_pretrained(config.model_path)
         self._tokenizer_hash = encoding_hash(self._tokenizer)
-        if early:
+        if early_process.begun:
             from vllm.v1.engine import utils
 
-            early.give_to(utils)
+            early_process.begun.give_to(utils)
         self._engine = Engine(config)
         ready = time.monotonic()
-        self._startup = (("importing", imported - began), ("building the engine", ready - imported))
+        import_s = early_process.import_s + imported - began
+        self._startup = (("importing", import_s), ("building the engine", ready - imported))
         self._version: WeightsVersion | None = None
         self._loading = asyncio.Lock()
         self._answering: asyncio.Task[Pulse] | None = None  # the engine's answer to a ping

@@ -26,7 +26,6 @@ from async_grpo.data.shards import StreamedRecords
 from async_grpo.data.table import QuestionTable
 from async_grpo.environments.chat.find import AUTO, find_renderer
 from async_grpo.environments.find import hash_files, users_environment
-from async_grpo.gateway.run_gateway import free_address, start_gateway
 from async_grpo.model.adapters import Adapter
 from async_grpo.model.attention import FLASH_2
 from async_grpo.model.foreign_folders import ADAPTER_CONFIG
@@ -61,7 +60,11 @@ def open_run(
     `devices`: identity of each rank's device, "" on a CPU.
     """
     num_ranks, places = len(devices), config.places
-    facts, address = check_model_folder(places.model_name_or_path), free_address(places)
+    facts, address = check_model_folder(places.model_name_or_path), None
+    if places.gateway:  # only here, because OpenAI's types take most of a second to import
+        from async_grpo.gateway.run_gateway import free_address, start_gateway
+
+        address = free_address(places)
     plan, longest_pair = _load(config, facts, start, num_ranks=num_ranks)
     questions = plan.questions
     hashes = hash_contents(config, facts, questions, pairs=plan.pairs, start=start)

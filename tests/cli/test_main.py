@@ -42,3 +42,15 @@ def test_help_costs_less_than_a_second_and_imports_nothing_heavy():
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < MAX_CPU_S
     assert not HEAVY & set(told.splitlines()[-1].split())
+
+
+def test_a_start_imports_no_gateway_that_it_does_not_run_and_checks_nothing_heavy_first():
+    """OpenAI's types take most of a second, in `launch` before Ray begins, and in every rank."""
+    code = (
+        "import sys, async_grpo.cli.main, async_grpo.check.checks\n"
+        f"print(sorted({HEAVY | {'openai'}!r} & set(sys.modules)))\n"
+        "import async_grpo.run.loop\n"
+        "print('openai' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split("\n")[:2] == ["[]", "False"]

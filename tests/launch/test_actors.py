@@ -6,6 +6,7 @@ from fake_cluster import FakeCluster
 from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.devices.inventory import Device, Inventory
 from async_grpo.launch import actors
+from async_grpo.rollout.early_process import program
 from async_grpo.util.errors import ConfigError
 
 
@@ -60,8 +61,11 @@ def test_a_service_takes_what_its_class_says_and_libraries_find_their_variables(
 
 
 def test_without_usable_devices_a_worker_takes_none_whatever_ray_counts(node):
-    [kind, *_] = kinds(node(0, counted=8.0))
+    cluster = node(0, counted=8.0)
+    [kind, *_] = kinds(cluster)
     assert kind.resources["GPU"] == 0.0
+    kind.start("w")
+    assert cluster.options["runtime_env"]["py_executable"] == program()
 
 
 def test_devices_that_ray_does_not_count_are_not_taken_unseen(node):
@@ -81,3 +85,4 @@ def test_engines_get_the_dispatcher_s_variables_of_libraries_but_no_secret(node,
     assert variables["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
     assert variables["VLLM_NO_USAGE_STATS"] == "1"
     assert "HF_TOKEN" not in variables and cluster.options["num_gpus"] == 1.0
+    assert "py_executable" not in cluster.options["runtime_env"]  # it forks, before vLLM's choices

@@ -2,17 +2,24 @@
 
 import multiprocessing
 import os
+import subprocess
+import time
 import types
 
+import psutil
 import pytest
 
-from async_grpo.rollout.early_process import EarlyProcess
+from async_grpo.rollout.early_process import EarlyProcess, program
+from async_grpo.rollout.generation_worker import worker_environment
 
 TIMEOUT_S = 60
-
-
-def nothing():
-    pass
+WORKER = """
+import os, sys, time
+from async_grpo.rollout import early_process
+print(early_process.begun._process.pid, "vllm" in sys.modules, file=open(sys.argv[1] + ".new", "w"))
+os.rename(sys.argv[1] + ".new", sys.argv[1])
+time.sleep(600)
+"""
 
 
 def answer(queue, tensor_queue=None):
@@ -45,7 +52,7 @@ def asked(vllm, **arguments):
 def test_the_first_engine_runs_in_it_with_the_variables_of_then_and_a_second_as_usual(
     vllm, monkeypatch
 ):
-    early = EarlyProcess(nothing)
+    early = EarlyProcess()
     pid = early._process.pid
     early.give_to(vllm)
     monkeypatch.setenv("GIVEN_LATE", "yes")
@@ -56,8 +63,29 @@ def test_the_first_engine_runs_in_it_with_the_variables_of_then_and_a_second_as_
 
 
 def test_it_ends_when_its_worker_has_no_work_for_it(vllm):
-    early = EarlyProcess(nothing)
+    early = EarlyProcess()
     process = early._process
     early._here.close()
     process.join(TIMEOUT_S)
     assert process.exitcode == 0
+
+
+def test_what_ray_starts_has_imported_vllm_and_its_fork_ends_when_it_is_killed(tmp_path):
+    script, told = tmp_path / "worker.py", tmp_path / "told"
+    script.write_text(WORKER)
+    # As Ray does it.
+    command = ["bash", "-c", f'exec {program()} "$0" "$1"', script, told]
+    with subprocess.Popen(command, cwd=tmp_path, env=os.environ | worker_environment()) as worker:
+        until(told.exists)
+        pid, has_imported = told.read_text().split()
+        engine = psutil.Process(int(pid))
+        assert has_imported == "True" and engine.ppid() == worker.pid
+        worker.kill()
+    until(lambda: not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE)
+
+
+def until(holds):
+    deadline = time.monotonic() + TIMEOUT_S
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

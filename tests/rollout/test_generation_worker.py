@@ -18,6 +18,7 @@ from tiny_models import canary_of, load_model
 from async_grpo.cluster import handles
 from async_grpo.cluster.cluster import Cluster
 from async_grpo.config.worker_config import WorkerConfig
+from async_grpo.rollout.early_process import program
 from async_grpo.rollout.generation_worker import GenerationWorker, worker_environment
 from async_grpo.types import GenerationRequest, SamplingContract, WeightsVersion
 from async_grpo.util.errors import DeadlineError, WeightSyncError, WorkerError
@@ -44,7 +45,9 @@ def cluster():
 
 def start_worker(model_folder, name):
     actor = ray.remote(GenerationWorker).options(
-        num_cpus=1, max_concurrency=1000, runtime_env={"env_vars": worker_environment()}
+        num_cpus=1,
+        max_concurrency=1000,
+        runtime_env={"env_vars": worker_environment(), "py_executable": program()},
     )
     config = WorkerConfig(model_path=model_folder, max_num_seqs=16, overhead_seqs=2)
     return actor.remote(config, worker_id=name)
