@@ -107,8 +107,8 @@ def _start_generation_worker(
     variables = worker_environment(on_cpu=not taken["GPU"], num_workers=config.num_workers)
     variables |= forwarded(os.environ)
     # On devices vLLM reads more of the environment of an engine's process when that begins.
-    own = {} if taken["GPU"] else {"py_executable": program()}
-    return _actor(cluster, kind, taken, variables=variables, **own).remote(
+    runs_in = "" if taken["GPU"] else program()
+    return _actor(cluster, kind, taken, variables=variables, program=runs_in).remote(
         replace(config, model_path=os.path.abspath(config.model_path)), worker_id=worker_id
     )
 
@@ -211,17 +211,18 @@ def _actor(
     *,
     max_concurrency: int = 1000,
     variables: Mapping[str, str] = MappingProxyType({}),
-    **process: str,
+    program: str = "",
 ) -> Any:
     """Make an actor class of this node whose processes get `variables` beside those of Ray.
 
-    `process`: other keys of Ray's `runtime_env`.
+    `program`: what Ray starts them with in place of Python.
     """
     variables = {**startup_variables(os.environ), **variables}
+    own = {"py_executable": program} if program else {}
     return cluster.actor(
         actor_class,
         num_cpus=taken.get("CPU", 0.0),
         num_gpus=taken.get("GPU", 0.0),
         max_concurrency=max_concurrency,
-        runtime_env={"env_vars": variables, **process} if variables else None,
+        runtime_env={"env_vars": variables, **own} if variables else None,
     )
