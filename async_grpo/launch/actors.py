@@ -204,10 +204,15 @@ def _actor(
     max_concurrency: int = 1000,
     variables: Mapping[str, str] = MappingProxyType({}),
 ) -> Any:
-    """Make an actor class of this node whose processes get `variables` beside those of Ray."""
+    """Make an actor class of this node whose processes get `variables` beside those of Ray.
+
+    Its actors take batched calls.
+    """
+    from async_grpo.cluster.handles import BatchedActor
+
     variables = {**startup_variables(os.environ), **variables}
     return cluster.actor(
-        actor_class,
+        type(actor_class.__name__, (actor_class, BatchedActor), {}),
         num_cpus=taken.get("CPU", 0.0),
         num_gpus=taken.get("GPU", 0.0),
         max_concurrency=max_concurrency,
