@@ -209,6 +209,7 @@ class _Desk:
 
     answering: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     answers: list[Answer] = field(default_factory=list)
+    given_up: set[int] = field(default_factory=set)  # answered, or overtaken on their way
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def answer(self, actor: object, request: Request) -> None:
@@ -241,17 +242,19 @@ class BatchedActor:
         desk = self._desks[caller]
         for request in requests:
             number, method, *_ = request
-            if method:
+            if number in desk.answering:
+                desk.answering.pop(number).cancel()
+            elif not method:
+                desk.given_up.add(number)
+            elif number not in desk.given_up:
                 work = desk.answer(self, request)
                 desk.answering[number] = asyncio.create_task(work, name=method)
-            elif task := desk.answering.pop(number, None):
-                task.cancel()
         desk.changed.set()  # a call that waits returns
         desk.changed = changed = asyncio.Event()
         if desk.answering and not desk.answers:
             await changed.wait()
         answers, desk.answers = desk.answers, []
-        if not desk.answering and self._desks.get(caller) is desk:
+        if not (desk.answering or desk.given_up) and self._desks.get(caller) is desk:
             del self._desks[caller]
         return answers
 
@@ -289,14 +292,7 @@ class Calls:
         most = NUM_UNDER_WAY if self._unsent else bool(self._waiting)
         if not self._is_due and len(self._under_way) < most:
             self._is_due = True
-            task = asyncio.create_task(self._call(), name="exchange")
-            self._under_way.add(task)
-            task.add_done_callback(self._ended)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._under_way.discard(task)
-        if not task.cancelled():  # else the loop ends
-            self._send()
+            self._under_way.add(asyncio.create_task(self._call(), name="exchange"))
 
     async def _call(self) -> None:
         self._is_due = False
@@ -311,6 +307,8 @@ class Calls:
             future = self._waiting.pop(number, None)
             if future and not future.done():
                 future.set_exception(failure) if failure else future.set_result(result)
+        self._under_way -= {asyncio.current_task()}
+        self._send()
 
 
 async def ask_controller(
