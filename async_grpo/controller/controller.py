@@ -13,7 +13,6 @@ import gc
 import itertools
 import logging
 import os
-import sys
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
@@ -71,8 +70,6 @@ TAKEOVER_TICK_S = 0.1
 # A collection over the objects of a thousand episodes takes 0.2 s, in which no call is answered;
 # Python itself ran five in 73 s. A minute of their turns left no garbage at all.
 COLLECT_TICKS = 600
-# Ray's thread takes calls while the event loop's computes: at Python's 5 ms they come too late.
-SWITCH_S = 5e-4
 
 
 class Controller(BatchedActor):
@@ -83,7 +80,6 @@ class Controller(BatchedActor):
 
     def __init__(self, code: str, *, kill: Callable[[object], None] = ray.kill) -> None:
         """`code`: the hash of the package that this process runs."""
-        sys.setswitchinterval(SWITCH_S)
         self._code = code
         self._kill = kill
         self._registries: dict[str, WorkerRegistry] = {}
