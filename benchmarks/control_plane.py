@@ -1,4 +1,4 @@
-"""What the control process costs: samples and asked turns a second through it, and their CPU.
+"""What the control process costs: samples, asked turns and leases a second, and their CPU.
 
 The `Controller` is the real actor on a cluster of its own, with one change: it tells what it has
 computed, and where (the profiles on the screen count their calls). Workers answer at once, ranks
@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -29,9 +30,11 @@ from async_grpo.algorithms.base import LocalRules
 from async_grpo.algorithms.find import find_algorithm
 from async_grpo.batching.records import BatcherPlan
 from async_grpo.cluster.cluster import Cluster
-from async_grpo.config.roles import GENERATION, VERIFIER, teacher
+from async_grpo.cluster.handles import BatchedActor, Calls
+from async_grpo.config.roles import GENERATION, VERIFIER, role_of, teacher
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.controller.controller import Controller
+from async_grpo.controller.registry import WorkerRegistry
 from async_grpo.data.order import QuestionStream
 from async_grpo.types import (
     EndOfStep,
@@ -65,6 +68,10 @@ PLAYED = (GENERATION, MATH, VERIFIER)
 PROFILE_LINES = 12
 TIMEOUT_S = 300.0
 FIRST = WeightsVersion(0, 0)
+# Twice and half of what batcher and registry, as processes of their own (commit 23aa310f), took on
+# the machine of the results: 1,820/s and 550 us.
+SAMPLES_GOAL, SAMPLE_GOAL_US = 3_640.0, 275.0
+TURN_GOAL_US, LEASES_GOAL = 1_500.0, 10_000.0
 OPTIONS = {"num_cpus": 0, "max_concurrency": 10_000}
 NUM_QUESTIONS = 256
 QUESTION = Question(
@@ -77,6 +84,7 @@ class Size:
     """How much of everything is measured."""
 
     num_turns: int = 2_048
+    num_leases: int = 32_768
     num_batches: int = 6
     batch_size: int = 128
     repeats: int = 3
@@ -84,7 +92,15 @@ class Size:
     idle_s: float = 10.0
 
 
-QUICK = Size(num_turns=256, num_batches=2, batch_size=32, repeats=1, num_pinged=64, idle_s=5.0)
+QUICK = Size(
+    num_turns=256,
+    num_leases=2_048,
+    num_batches=2,
+    batch_size=32,
+    repeats=1,
+    num_pinged=64,
+    idle_s=5.0,
+)
 
 
 @click.command()
@@ -98,7 +114,8 @@ def main(quick: bool, results_dir: str) -> None:
         os.environ["RAY_AUTH_MODE"] = running.environment["RAY_AUTH_MODE"]
         Cluster.join(running.environment["RAY_ADDRESS"], namespace=NAME)
         try:
-            figures = turn_figures(size) + sample_figures(size) + ping_figures(size)
+            figures = turn_figures(size) + sample_figures(size)
+            figures += lease_figures(size) + ping_figures(size)
         finally:
             ray.shutdown()
     click.echo("\n" + results.show(figures))
@@ -118,10 +135,10 @@ def turn_figures(size: Size) -> list[Figure]:
     profile("controller that is asked", controller, turns())
     end(controller, player, asker)
     figures = [median("turns", [size.num_turns / wall for wall in walls], "1/s", better="higher")]
-    for who, seconds in costs.items():
-        spent = [1e6 * second / size.num_turns for second in seconds]
-        figures.append(median(f"a turn, CPU of the {who}", spent, "us"))
-    return figures
+    spent = {who: [1e6 * each / size.num_turns for each in costs[who]] for who in costs}
+    figures += [median(f"a turn, CPU of the {who}", each, "us") for who, each in spent.items()]
+    both = [sum(each) for each in zip(*spent.values(), strict=True)]
+    return [*figures, median("a turn, CPU of both", both, "us", goal=TURN_GOAL_US)]
 
 
 def sample_figures(size: Size) -> list[Figure]:
@@ -135,8 +152,8 @@ def sample_figures(size: Size) -> list[Figure]:
               for (group, _), cost in zip(shapes, costs, strict=True)]  # fmt: skip
     parts = np.linalg.solve(counts, [statistics.median(cost.cpu) for cost in costs])
     return [
-        median(f"samples to {NUM_RANKS} ranks", rates, "1/s", better="higher"),
-        median("a sample, CPU of the controller", spent, "us"),
+        median(f"samples to {NUM_RANKS} ranks", rates, "1/s", better="higher", goal=SAMPLES_GOAL),
+        median("a sample, CPU of the controller", spent, "us", goal=SAMPLE_GOAL_US),
         *(
             Figure(f"{part}, CPU of the controller", 1e6 * float(seconds), "us")
             for part, seconds in zip(PARTS, parts, strict=True)
@@ -193,6 +210,48 @@ def ping_figures(size: Size) -> list[Figure]:
     return [median("a ping, CPU of the controller", each, "us")]
 
 
+def lease_figures(size: Size) -> list[Figure]:
+    """Leases a second of one registry in this process, on the least loaded of its workers."""
+    rates, spent = zip(
+        *(asyncio.run(lease(size.num_leases)) for _ in range(size.repeats)), strict=True
+    )
+    return [
+        median("leases", rates, "1/s", better="higher", goal=LEASES_GOAL),
+        median("a lease, CPU", spent, "us"),
+    ]
+
+
+async def lease(number: int) -> tuple[float, float]:
+    """Leases a second, and microseconds of CPU each; half of the askers wait in line."""
+    registry = WorkerRegistry(role_of(MATH), kill=print)
+    capacity = AT_ONCE / NUM_WORKERS / 2
+    for n in range(NUM_WORKERS):
+        info = WorkerInfo(f"{MATH}-{n}", MATH, "node", 0, "model", capacity=capacity)
+        await registry.register(info, Here(Player()))
+
+    async def work() -> None:
+        for _ in range(number // AT_ONCE):
+            async with registry.lease(1.0, timeout_s=TIMEOUT_S):
+                await asyncio.sleep(0)
+
+    started, started_cpu = time.perf_counter(), time.process_time()
+    await asyncio.gather(*(work() for _ in range(AT_ONCE)))
+    seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - started_cpu
+    for member in registry.members:
+        registry.deregister(member.info.worker_id)
+    return number / seconds, 1e6 * cpu_seconds / number
+
+
+class Here:
+    """A handle of an object of this process."""
+
+    def __init__(self, actor: object) -> None:
+        self._actor = actor
+
+    def __getattr__(self, name: str) -> Any:
+        return SimpleNamespace(remote=getattr(self._actor, name))
+
+
 def measured(
     work: Callable[[], Coroutine[Any, Any, None]], actors: dict[str, Any], repeats: int
 ) -> tuple[list[float], dict[str, list[float]]]:
@@ -217,7 +276,7 @@ def profile(title: str, actor: Any, work: Coroutine[Any, Any, None]) -> None:
     click.echo(f"\nprofile of the {title}, by own time\n{text}")
 
 
-class Watched:
+class Watched(BatchedActor):
     """What an actor tells of itself besides its work."""
 
     _profile: cProfile.Profile | None = None
@@ -236,9 +295,9 @@ class Watched:
         assert self._profile is not None
         self._profile.disable()
         text = io.StringIO()
-        pstats.Stats(self._profile, stream=text).strip_dirs().sort_stats("tottime").print_stats(
-            num_lines
-        )
+        pstats.Stats(self._profile, stream=text).strip_dirs().sort_stats(
+            os.environ.get("SORT", "tottime")
+        ).print_stats(num_lines)
         return "\n".join(line for line in text.getvalue().splitlines()[6:] if line)
 
 
@@ -250,7 +309,7 @@ class Asker(Watched):
     """Asks as an environment worker does."""
 
     def __init__(self, controller: Any, run: RunId) -> None:
-        self._controller = controller
+        self._controller = Calls(controller)
         self._run = run
 
     async def ask(self, num_turns: int) -> None:
@@ -258,7 +317,7 @@ class Asker(Watched):
 
         async def episode() -> None:
             for _ in range(num_turns // AT_ONCE):
-                await self._controller.ask.remote(self._run, MATH, "turn", 7, cost=1.0)
+                await self._controller.ask("ask", self._run, MATH, "turn", 7, cost=1.0)
 
         await asyncio.gather(*(episode() for _ in range(AT_ONCE)))
 

@@ -23,6 +23,7 @@ import ray
 
 from async_grpo.batching.records import BatcherPlan
 from async_grpo.cluster.cluster import Cluster
+from async_grpo.cluster.handles import BatchedActor
 from async_grpo.config.roles import GENERATION, VERIFIER, check_service, is_service, role_of
 from async_grpo.controller.heartbeat import until_gone
 from async_grpo.controller.leases import Lease
@@ -71,7 +72,7 @@ TAKEOVER_TICK_S = 0.1
 COLLECT_TICKS = 600
 
 
-class Controller:
+class Controller(BatchedActor):
     """One in each namespace, see `find.find_or_make_controller`.
 
     Every call of a run passes its `RunId`; a call of any other run raises `RunLost` at once.

@@ -7,7 +7,7 @@ import itertools
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from async_grpo.cluster import handles
 from async_grpo.controller.heartbeat import in_ticks
@@ -22,9 +22,6 @@ from async_grpo.types import (
 )
 from async_grpo.util.errors import LeaseLost, LossCause, ProcessLostError, WorkerError
 from async_grpo.util.waiting import forget
-
-if TYPE_CHECKING:
-    from async_grpo.cluster.handles import WorkerHandle
 
 T = TypeVar("T")
 Line = tuple[WeightsVersion | None, Hold | None]  # of requests for the same weights and hold
@@ -50,7 +47,7 @@ class Lease:
 
     lease_id: int
     info: WorkerInfo
-    handle: WorkerHandle
+    calls: handles.Calls
     cost: float
     fence: Fence  # called when the worker's process has died
     num_tokens: int = 0  # of the answer under way and in no cut, by the worker's latest pulse
@@ -85,10 +82,11 @@ class Lease:
         Raises the worker's error, `DeadlineError`, and `LeaseLost` when the lease ends first. The
         worker stops working on a request that is given up.
         """
-        asked = getattr(self.handle, method)
+        request = self._under(request)
         if not num_objects:
-            return await self._answer(asked.remote(self._under(request)), timeout_s=timeout_s)
-        call, *objects = asked.options(num_returns=1 + num_objects).remote(self._under(request))
+            return await self._answer(self.calls.ask(method, request), timeout_s=timeout_s)
+        asked = getattr(self.calls.handle, method).options(num_returns=1 + num_objects)
+        call, *objects = asked.remote(request)
         return await self._answer(call, timeout_s=timeout_s), objects
 
     def _under(self, request: Any) -> object:

@@ -158,7 +158,7 @@ class WorkerRegistry:
         except BaseException:
             heartbeat.cancel()
             raise
-        self._members[worker_id] = Member(info, handle, heartbeat)
+        self._members[worker_id] = Member(info, handle, heartbeat, handles.Calls(handle))
         self._holds.joined(worker_id, version, self._balancer.serving(None))
         heartbeat.add_done_callback(partial(self._heart_stopped, worker_id))
         self.history.note("registered", worker_id)
@@ -311,7 +311,7 @@ class WorkerRegistry:
         if worker_id is None:
             return None
         member, lease_id = self._members[worker_id], next(self._lease_ids)
-        lease = Lease(lease_id, member.info, member.handle, cost, self._fence)
+        lease = Lease(lease_id, member.info, member.calls, cost, self._fence)
         member.leases[lease_id] = lease
         return lease
 

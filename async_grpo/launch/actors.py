@@ -215,12 +215,14 @@ def _actor(
 ) -> Any:
     """Make an actor class of this node whose processes get `variables` beside those of Ray.
 
-    `program`: what Ray starts them with in place of Python.
+    Its actors take batched calls. `program`: what Ray starts them with in place of Python.
     """
+    from async_grpo.cluster.handles import BatchedActor
+
     variables = {**startup_variables(os.environ), **variables}
     own = {"py_executable": program} if program else {}
     return cluster.actor(
-        actor_class,
+        type(actor_class.__name__, (actor_class, BatchedActor), {}),
         num_cpus=taken.get("CPU", 0.0),
         num_gpus=taken.get("GPU", 0.0),
         max_concurrency=max_concurrency,

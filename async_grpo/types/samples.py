@@ -400,4 +400,4 @@ class Group:
     @property
     def is_given(self) -> bool:
         """Whether none of it was sampled: then it is not graded, and has no advantages."""
-        return not self.sampled
+        return all(sample.episode.is_given for sample in self.samples)

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from async_grpo.cluster.handles import Calls
 from async_grpo.controller.leases import Lease
 from async_grpo.types import (
     Episode,
@@ -99,7 +100,9 @@ class Registry:
         number = lease_id % len(self.workers)
         info = WorkerInfo(self.name(number), self.role, "node", 1, "model", 64, 1.0, 0.0, 512)
         handle = Handle(self.workers[number])
-        lease = self.open[lease_id] = Lease(lease_id, info, handle, cost=cost, fence=self.lose)
+        lease = self.open[lease_id] = Lease(
+            lease_id, info, Calls(handle), cost=cost, fence=self.lose
+        )
         lease.received = received
         try:
             yield lease

@@ -18,7 +18,9 @@ from scripted_run import QUESTIONS, make_config
 from async_grpo.algorithms.base import LocalRules
 from async_grpo.algorithms.find import find_algorithm
 from async_grpo.batching.records import BatcherPlan
+from async_grpo.cluster import handles
 from async_grpo.cluster.cluster import Cluster
+from async_grpo.cluster.handles import BatchedActor, Calls
 from async_grpo.config.roles import GENERATION, teacher
 from async_grpo.controller import find
 from async_grpo.controller.find import find_or_make_controller
@@ -34,7 +36,7 @@ from async_grpo.types import (
     WeightsVersion,
     WorkerInfo,
 )
-from async_grpo.util.errors import ClusterError, ProcessLostError, RunLost
+from async_grpo.util.errors import ClusterError, LeaseLost, ProcessLostError, RunLost, WorkerError
 
 pytestmark = pytest.mark.integration
 FIRST, NEXT_RUN = WeightsVersion(7, 0), WeightsVersion(8, 0)
@@ -83,7 +85,8 @@ def wait_until(condition):
 
 
 def worker_class():
-    class FakeWorker:  # local: Ray then sends its code, instead of a name that it cannot import
+    # Local: Ray then sends its code, instead of a name that it cannot import.
+    class FakeWorker(BatchedActor):
         def __init__(self):
             self._calls = []
 
@@ -105,6 +108,9 @@ def worker_class():
 
         async def score(self, number):
             return number + 1
+
+        async def scores(self, number):
+            return np.full(number, 0.5)
 
         async def end(self, number):
             os._exit(1)
@@ -230,6 +236,40 @@ def test_another_process_asks_for_work_of_any_role(controller, plan):
     with pytest.raises(ProcessLostError):
         get(worker.calls.remote())
     get(controller.end_run.remote(run))
+    ray.kill(trainer)
+
+
+def test_what_one_process_asks_at_once_shares_calls_and_fails_alone(controller, plan):
+    trainer = make(trainer_class())
+    run = begin(controller, plan, trainer)
+    join(controller, "one", MATH)
+    shared = Calls(controller)
+
+    async def ask(number, method="score"):
+        asked = shared.ask("ask", run, MATH, method, number, cost=0.0)
+        return await handles.work(asked, timeout_s=30.0, who="the controller")
+
+    async def asked():
+        *sums, scores, unasked, unknown = await asyncio.gather(
+            *map(ask, range(32)), ask(NUM_BYTES, "scores"), ask(1, "unknown"),
+            handles.work(shared.ask("ask", run, MATH), timeout_s=30.0, who="the controller"),
+            return_exceptions=True,
+        )  # fmt: skip
+        assert sums == [number + 1 for number in range(32)]
+        assert (scores == 0.5).all() and scores.nbytes == 8 * NUM_BYTES
+        for error in (unasked, unknown):
+            assert isinstance(error, WorkerError) and not isinstance(error, ProcessLostError)
+        waiting = [asyncio.create_task(ask(number, "end")) for number in range(2)]
+        for each in waiting:
+            with pytest.raises(LeaseLost, match="the lease on teacher:math worker one has ended"):
+                await each
+        late = asyncio.create_task(ask(0))  # no worker is left
+        await asyncio.sleep(0.5)
+        ray.kill(controller)
+        with pytest.raises(ProcessLostError, match="the controller died"):
+            await late
+
+    asyncio.run(asked())
     ray.kill(trainer)
 
 

@@ -42,7 +42,7 @@ class Scene:
         )  # fmt: skip
         async with self.terms.admitted(info):
             await asyncio.sleep(takes_s)
-            self.members[name] = Member(info, Handle(), None)
+            self.members[name] = Member(info, Handle(), None, None)
         return self.members[name].handle
 
     async def tell(self):
