@@ -453,7 +453,7 @@ def test_a_group_that_is_given_up_is_graded_no_more_and_its_errors_are_nobodys()
             each.members.close()
         await asyncio.sleep(1)
         assert not [task for task in asyncio.all_tasks() if task.get_name() == "grade-early"]
-        del failing
+        del failing, each
         gc.collect()
 
     run(scenario())
