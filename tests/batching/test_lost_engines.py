@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pytest
 from scripted import Handle, Registry, make_verdict, run
-from staged import NEWER, OLDEST, QUESTION, REQUEST, SCORED, Stage, make_books
+from staged import NEWER, OLDEST, QUESTION, REQUEST, SCORED, Stage, Worker, group, make_books
 
-from async_grpo.batching.leased_work import check_completions
+from async_grpo.batching.leased_work import LeasedWork, LeasedWorkers, check_completions
 from async_grpo.batching.losses import Members
 from async_grpo.config.roles import role_of
 from async_grpo.controller.leases import Lease
@@ -30,7 +30,7 @@ from async_grpo.types import (
     WorkerInfo,
 )
 from async_grpo.types.samples import joined
-from async_grpo.util.errors import ProcessLostError, WorkerError
+from async_grpo.util.errors import LeaseLost, LossCause, ProcessLostError, WorkerError
 
 TOKENS_A_SECOND = 10.0
 PING_S = 1.0
@@ -445,7 +445,10 @@ def test_a_group_that_is_given_up_is_graded_no_more_and_its_errors_are_nobodys()
         group.waits.clear()
 
         async def fail(requests):
-            raise WorkerError("no verifier")
+            try:
+                await asyncio.sleep(3600)
+            except asyncio.CancelledError:
+                raise WorkerError("the verifier has died as well") from None
 
         failing.members._grade = fail
         for each in (group, failing):
@@ -612,6 +615,35 @@ def test_an_engine_that_is_lost_before_its_first_cut_costs_none_of_the_earlier_o
     assert ids_of(turns)[0] == [0] * 15 and ids_of(turns)[2] == [0] * 5
     assert [len_of(turn) - 30 for turn in turns[1::2]] == third.lengths[1::2]
     assert account.continued == {"worker died": 2} and not account.resampled
+
+
+class Refusing(Registry):
+    """Its first lease is lost after a cut, its second before it is granted."""
+
+    @contextlib.asynccontextmanager
+    async def lease(self, cost, **options):
+        number = len(self.asked)
+        if number == 1:
+            self.asked.append((cost, None))
+            raise LeaseLost(LossCause.LEFT, "the line was ended")
+        async with super().lease(cost, **options) as lease:
+            if number == 0:
+                lease.heard(RequestPulse(5, False, Cut(0, (turn(0, 5),))))
+                self.revoke(0)
+            yield lease
+
+
+def test_a_cut_is_gone_on_from_once_though_no_other_worker_is_found():
+    registry, told = Refusing(Worker(group())), []
+
+    def again(reason, cuts):
+        told.append([cut.number for cut in cuts])
+        return REQUEST, 1
+
+    work = LeasedWork(role="generation", method="generate", request=REQUEST, cost=2, again=again)
+    run(LeasedWorkers(lambda role: registry, timeout_s=60.0).answer(work))
+    assert told == [[0], []]
+    assert [cost for cost, _ in registry.asked] == [2, 1, 1]
 
 
 def test_parts_of_an_output_are_joined_to_the_whole_wherever_it_was_cut():
