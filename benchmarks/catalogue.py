@@ -7,6 +7,7 @@ NAMES = (
     "scaling",  # devices on paper: which part saturates first
     "control_plane",  # leases and samples a second, and their CPU
     "control_memory",  # of the control process: over many batches, and with many questions
+    "leased_places",  # of engines, idle under groups with a long tail, by what a lease is of
     "episodes",  # with a long tail: what is trained, and what a rule that drops by age would lose
     "concurrent_episodes",  # a thousand at a time: what Python adds to each of their turns
     "weight_sync",  # bytes a second, pause, peak memory, recomputed tokens
