@@ -7,6 +7,7 @@ NAMES = (
     "control_plane",  # the controller's CPU: a sample, a turn, a ping
     "scaling",  # devices on paper, by what control_plane has found: which part saturates first
     "control_memory",  # of the control process: over many batches, and with many questions
+    "leased_places",  # of engines, idle under groups with a long tail, by what a lease is of
     "episodes",  # with a long tail: what is trained, and what a rule that drops by age would lose
     "concurrent_episodes",  # a thousand at a time: what Python adds to each of their turns
     "weight_sync",  # bytes a second, pause, peak memory, recomputed tokens

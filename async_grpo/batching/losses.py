@@ -29,18 +29,23 @@ class Members:
         question: Question,
         account: SlotAccount,
         grade: Callable[[Requests], Coroutine[object, object, Verdicts]],
+        grades_singly: Callable[[], bool],
     ) -> None:
+        """`grades_singly()`: `grade` needs no other outputs of the group, as far as is known."""
         # A grammar's state is not in the tokens.
         self.request = replace(request, with_cuts=not request.sampling.grammar)
         self.account = account
         self._question = question
         self._grade = grade
+        self._grades_singly = grades_singly
         self._begun: Sequence[Turn] = ()  # what lost workers have sampled of each, up to a cut
         # By index: outputs that have ended while others went on.
         self._graded: dict[int, tuple[Turn, asyncio.Task[Verdicts]]] = {}
 
     def told(self, cuts: Sequence[Cut]) -> None:
         """Begin to grade the outputs that have ended with the last of the worker's cuts."""
+        if not self._grades_singly():
+            return
         for index, part in enumerate(cuts[-1].parts):
             if part.is_finished and index not in self._graded:
                 turn = joined(self._parts(cuts)[index])

@@ -195,7 +195,8 @@ class SlotPipeline:
             episodes, verdicts = await self._play_elsewhere(asked, account)
         else:
             grade = partial(self.grading.verdicts, rewards=rewards)
-            with closing(Members(request, question, account, grade)) as members:
+            singly = partial(self._grades_singly, question.dataset_type, rewards)
+            with closing(Members(request, question, account, grade, singly)) as members:
                 turns = await self._generate(members, oldest)
                 episodes = tuple(Episode.of_turn(question.input_token_ids, turn) for turn in turns)
                 if reference := reference_of(question):
@@ -276,6 +277,12 @@ class SlotPipeline:
                 raise
             except DeadlineError as error:
                 raise SlotFailed(TIMED_OUT, f"{error} (--generation-timeout-s)") from error
+
+    def _grades_singly(self, dataset_type: str, rewards: tuple[str, ...]) -> bool:
+        """Whether an output is graded before others of its group end; no, while no pool is here."""
+        rewards = rewards or self._plan.config.data.rewards_of(dataset_type)
+        pools = [member.info.rewards for member in self._registry_of(VERIFIER).members]
+        return bool(pools) and all(each and each.grade_singly(rewards) for each in pools)
 
     async def _verify(self, requests: Requests, rewards: tuple[str, ...]) -> Verdicts:
         rewards = rewards or self._plan.config.data.rewards_of(requests[0].question.dataset_type)

@@ -40,6 +40,7 @@ from async_grpo.util.errors import ConfigError
 from async_grpo.util.user_code import UserCode, split_arguments, text_of
 
 DEFAULT_MAX_NUM_SEQS = 64
+LEAST_OVERHEAD = 8
 LARGEST_RANK = 512  # of an adapter, in vLLM
 WITH_MODEL = (GENERATION, LOGPROB, TEACHER, JUDGE, REWARD)
 SCORERS = (LOGPROB, TEACHER)
@@ -122,8 +123,9 @@ class WorkerConfig(Options):
     own for a server, 256 to 1024"""
     max_model_len: int = option(0)
     """longest prompt + output in tokens; 0: the model's own limit"""
-    overhead_seqs: int = option(8)
-    """sequences accepted beyond the capacity, so it never runs dry"""
+    overhead_seqs: int = option(0)
+    """sequences accepted beyond the capacity, so it never runs dry between two pings, which tell of
+    those that have ended; 0: a quarter of it, at least 8"""
     tensor_parallel_size: int = option(1, must=AT_LEAST_1)
     """devices a worker shards its model over"""
     kv_cache_gib: float = option(0.0)
@@ -334,6 +336,10 @@ class WorkerConfig(Options):
         if self.kind in (SERVICE, REWARD):
             return service(self.name or name_of_class(self.mode))
         return REFERENCE if self.mode == LOGPROB else self.mode
+
+    def overhead(self, capacity: int) -> int:
+        """Sequences that are accepted beyond this capacity."""
+        return self.overhead_seqs or max(LEAST_OVERHEAD, capacity // 4)
 
     @property
     def capacity(self) -> int:

@@ -160,7 +160,7 @@ def scenario_of(work: Work, split: Split, *, max_staleness: int) -> tuple[Scenar
         trainer=own_trainer,
         lengths=work.lengths.outputs,
         num_engines=engines,
-        overhead_seqs=config.overhead_seqs,
+        overhead_seqs=config.overhead(capacity),
         num_ranks=ranks,
         scorers=tuple(scorers),
         sync=work.rates.sync,

@@ -108,7 +108,7 @@ class GenerationWorker:
             model_path=self._config.model_path,
             vocab_size=self._engine.vocab_size,
             capacity=float(self._engine.max_num_seqs),
-            overhead=float(self._config.overhead_seqs),
+            overhead=float(self._config.overhead(self._engine.max_num_seqs)),
             max_model_len=self._engine.max_model_len,
             tokenizer_hash=self._tokenizer_hash,
             temperature=self._temperature,

@@ -5,7 +5,7 @@ Verifier pools on several nodes grade the samples of one run, so all of them mus
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -115,6 +115,17 @@ class Rewards:
 
     def __str__(self) -> str:
         return f"--reward-fns {','.join(self.names)} of {self.registry}"
+
+    def grade_singly(self, names: Sequence[str]) -> bool:
+        """Whether `names` (empty: all) grade an output of a group without the others.
+
+        >>> rewards = Rewards(("math", "majority"), "", {}, 1, 1, groupwise=("majority",))
+        >>> [rewards.grade_singly(names) for names in (["math"], ["majority"], [])]
+        [True, False, True]
+        """
+        # Without names a pool leaves out groupwise ones where it has others.
+        chosen = names or {*self.names}.difference(self.groupwise) or self.names
+        return {*chosen}.isdisjoint(self.groupwise)
 
     def require_equal(self, admitted: Rewards, *, users: str) -> None:
         """Raise `ConfigError` unless these grade as the `admitted` rewards, which `users` use."""

@@ -183,6 +183,45 @@ def test_the_scheduler_tells_of_tokens_that_it_has_not_sent():
     assert run.scheduler()[0] == 4
 
 
+def test_a_cut_is_sent_by_one_step_and_asked_for_by_nobody_else():
+    run = Run()
+    for name in ("0", "1", "2"):
+        run.scheduler.add(name)
+    run.step([run.sample("0", 2), run.sample("1", 1), run.sample("2", 3)])
+    assert not run.scheduler.has_requests()
+    run.scheduler(cuts=True)
+    run.scheduler()  # another one asks for numbers alone
+    assert run.scheduler.has_requests()
+    run.step()
+    assert run.sent == run.sampled and len(run.sent) == 3
+    assert not run.scheduler.has_requests()
+    run.step([run.sample("0", 1), run.sample("1", 1)])
+    assert [len(run.sent[name]) for name in ("0", "1")] == [2, 1]
+    run.step([run.sample("0", 1, finish_reason=LAST)])
+    assert run.sent["0"] == run.sampled["0"] and len(run.sent["1"]) == 1
+
+
+def test_what_was_held_of_an_aborted_sequence_is_sent_by_no_cut_and_no_pause():
+    run = Run()
+    for name in ("0", "1", "2"):
+        run.scheduler.add(name)
+    run.step([run.sample("0", 2), run.sample("1", 2), run.sample("2", 2)])
+    run.scheduler.finish_requests(["0"], None)
+    run.scheduler(cuts=True)
+    run.step()
+    run.step([run.sample("1", 2), run.sample("2", 2)])
+    run.scheduler.finish_requests(["1"], None)
+    run.update()
+    assert {name: len(tokens) for name, tokens in run.sent.items()} == {"1": 2, "2": 4}
+
+
+def test_a_cut_of_nothing_has_an_idle_engine_do_nothing():
+    run = Run()
+    run.scheduler.add("0")
+    run.scheduler(cuts=True)
+    assert not run.scheduler.has_requests()
+
+
 def test_what_an_output_carries_beside_tokens_is_sent_at_once_with_what_came_before():
     run = Run()
     run.scheduler.add("0")

@@ -23,6 +23,10 @@ class Engine:
         self.asked = 0
         self.is_working = False
         self.spent_s = 0.0
+        self.sleeps = False
+
+    async def sleep(self):
+        self.sleeps = True
 
     def cpu_seconds(self):
         self.spent_s += self.is_working
@@ -121,6 +125,50 @@ def test_an_answer_that_comes_while_weights_load_is_told_by_the_next_ping():
         assert engine.asked == 1
         await worker.ping()
         assert engine.asked == 2
+
+    asyncio.run(scenario())
+
+
+def test_an_answer_for_several_pings_is_over_once_and_the_next_one_is_asked_for_once():
+    async def scenario():
+        engine = Engine()
+        worker = make_worker(engine)
+        engine.moves.clear()
+
+        async def pinged_twice():
+            await worker.ping()
+            engine.moves.clear()
+            await worker.ping()
+
+        twice = asyncio.create_task(pinged_twice())
+        once = asyncio.create_task(worker.ping())
+        await asyncio.sleep(3 * POLL_S)
+        engine.moves.set()
+        await asyncio.wait_for(once, 20)
+        assert not twice.done() and engine.asked == 2
+        further = asyncio.create_task(worker.ping())
+        await asyncio.sleep(3 * POLL_S)
+        assert engine.asked == 2
+        engine.moves.set()
+        await asyncio.wait_for(asyncio.gather(twice, further), 20)
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_sleeps_after_it_has_answered_and_is_asked_no_more():
+    async def scenario():
+        engine = Engine()
+        worker = make_worker(engine)
+        engine.moves.clear()
+        ping = asyncio.create_task(worker.ping())
+        await asyncio.sleep(3 * POLL_S)
+        sleeping = asyncio.create_task(worker.sleep())
+        await asyncio.sleep(3 * POLL_S)
+        assert await worker.ping() == Pulse("1.0") and not engine.sleeps
+        engine.moves.set()
+        await asyncio.wait_for(sleeping, 20)
+        assert engine.sleeps and (await ping).requests is not None
+        assert engine.asked == 1
 
     asyncio.run(scenario())
 
