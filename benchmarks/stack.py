@@ -16,8 +16,8 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
-from async_grpo.devices.core_shares import EVEN_PRIORITY, THREADS
 from benchmarks.cores import end, family, pin, pinned, titled
 from benchmarks.processes import Process
 
@@ -42,8 +42,8 @@ class Stack:
 
 
 @contextlib.contextmanager
-def start(folder: Path) -> Iterator[Stack]:
-    """A Ray head of our own."""
+def start(folder: Path, *, variables: Mapping[str, str] = MappingProxyType({})) -> Iterator[Stack]:
+    """A Ray head of our own; each of the processes also gets `variables`."""
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -52,10 +52,10 @@ def start(folder: Path) -> Iterator[Stack]:
     environment = kept | {
         "RAY_ADDRESS": f"127.0.0.1:{port}",
         "RAY_AUTH_MODE": "disabled",  # a cluster of one machine and a few minutes
-        **EVEN_PRIORITY,  # as `launch` has it
-        THREADS: "1",
+        "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
+        **variables,
     }
     # Short, because Ray keeps sockets there, whose paths must not exceed 107 characters.
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as session:

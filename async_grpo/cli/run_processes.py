@@ -22,7 +22,13 @@ from async_grpo.cli.assignment import Node
 from async_grpo.cli.local_run import LocalRun
 from async_grpo.cli.run_file import as_toml
 from async_grpo.cluster import head
-from async_grpo.devices.core_shares import EVEN_PRIORITY, THREADS
+from async_grpo.devices.core_shares import (
+    PASSIVE,
+    THREADS,
+    num_cores,
+    recorded_threads,
+    thread_variables,
+)
 from async_grpo.devices.inventory import forwarded
 from async_grpo.launch.child_processes import ChildProcess, RemoteProcess, Watched
 from async_grpo.launch.local_ranks import TRAINER_NODE
@@ -42,7 +48,7 @@ def cluster_of(
     run: LocalRun, *, watched: Sequence[Watched] = ()
 ) -> Iterator[tuple[dict[str, str], list[ChildProcess]]]:
     """Start the run's Ray head, if it needs one; yield the variables to join it, and [head]."""
-    common = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    common = {**os.environ, **_threads(run), "PYTHONUNBUFFERED": "1"}
     if not run.starts_head:
         yield common | _way_to_cluster(run), []
         return
@@ -74,7 +80,7 @@ def cluster_of(
             "the Ray head",
             command,
             log=run.logs / "ray.log",
-            environment={THREADS: "1", **EVEN_PRIORITY, **environment},
+            environment=environment,
             stop_signal=signal.SIGTERM,
         )
         try:
@@ -90,6 +96,14 @@ def cluster_of(
             _keep_logs(Path(session), run.logs / "ray")
 
 
+def _threads(run: LocalRun) -> dict[str, str]:
+    """Variables for the threads of each process: all that compute here share the cores."""
+    workers = sum(each.num_workers * each.scorer_ranks for each in run.workers if each.serves_model)
+    processes = run.num_ranks // run.trainer_nodes + workers
+    recorded = 0 if run.train.recording.overwrite else recorded_threads(run.folder)
+    return thread_variables(os.environ, processes=processes, cores=num_cores(), recorded=recorded)
+
+
 def _way_to_cluster(run: LocalRun) -> dict[str, str]:
     """RAY_ADDRESS for the run's processes, unless theirs, or the machine's only cluster, holds."""
     return {"RAY_ADDRESS": run.ray_address} if run.ray_address not in ("", "auto") else {}
@@ -102,7 +116,7 @@ def remote_variables(run: LocalRun) -> dict[str, str]:
     """
     variables = forwarded(os.environ, secrets=True)
     variables.pop("VLLM_HOST_IP", None)  # of this machine
-    return variables | _way_to_cluster(run)
+    return variables | {THREADS: "1", **PASSIVE} | _way_to_cluster(run)
 
 
 def command_to_ask(url: str, private: Mapping[str, str]) -> str:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sys
 from collections.abc import Iterator, MutableMapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING
@@ -21,12 +20,16 @@ from async_grpo.cluster import head
 from async_grpo.cluster.reservation import rank_device
 from async_grpo.config.option import flag, require
 from async_grpo.config.train_config import TrainConfig
-from async_grpo.devices.core_shares import THREADS, give_way, num_cores, share_cores
+from async_grpo.devices.core_shares import (
+    THREADS,
+    num_cores,
+    recorded_threads,
+    thread_variables,
+)
 from async_grpo.devices.inventory import (
     VISIBLE,
     lacks_rdma,
     prepare_for_devices,
-    read_inventory,
     usable_devices,
 )
 from async_grpo.launch import local_ranks
@@ -39,7 +42,6 @@ from async_grpo.run.output_folder import check_output, check_overwrite
 from async_grpo.util import RELEASE, deadlines
 from async_grpo.util.add_ons import add_on
 from async_grpo.util.imports import without_collection
-from async_grpo.util.run_folder import PARAMETERS_FILE, newest_checkpoint
 from async_grpo.util.stopping import StopRequest
 
 if TYPE_CHECKING:
@@ -96,8 +98,6 @@ def main(*, nproc_per_node: int, **_: object) -> None:
         sys.exit(local_ranks.run_ranks(nproc_per_node))
     _check_started(nproc_per_node)
     _set_variables(config)
-    if not read_inventory().devices:
-        give_way()
     # Progress is what this command puts out; errors go to stderr.
     logging.basicConfig(level="WARNING", handlers=[_log_handler()])
     stop = StopRequest()
@@ -126,7 +126,10 @@ def _set_variables(config: TrainConfig) -> None:
         os.environ.setdefault(name, value)
     _take_from_accelerate(os.environ)
     prepare_for_devices(os.environ)
-    share_cores(os.environ, recorded=recorded_threads(config))
+    recorded = (
+        0 if config.recording.overwrite else recorded_threads(Path(config.recording.output_dir))
+    )
+    _share_cores(alone=algorithm_of(config).learns_from_pairs, recorded=recorded)
     meets_workers = config.memory.weight_transport == "nccl" or bool(config.teaching.express)
     local_ranks.choose_interfaces(os.environ, meets_workers=meets_workers)
 
@@ -158,14 +161,13 @@ def _take_from_accelerate(environ: MutableMapping[str, str]) -> None:
         environ[VISIBLE] = ""
 
 
-def recorded_threads(config: TrainConfig) -> int:
-    """Threads of each rank of a run that goes on here: they decide its bits. 0: a new run."""
-    folder = Path(config.recording.output_dir)
-    if config.recording.overwrite or newest_checkpoint(folder) is None:
-        return 0
-    with suppress(OSError, ValueError):
-        return int(json.loads((folder / PARAMETERS_FILE).read_text()).get("threads", 0))
-    return 0
+def _share_cores(*, alone: bool, recorded: int = 0) -> None:
+    """Set the variables for this rank's threads; not `alone`, half of the cores are workers'."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    processes, cores = ranks * (1 if alone else 2), num_cores()
+    os.environ.update(
+        thread_variables(os.environ, processes=processes, cores=cores, recorded=recorded)
+    )
 
 
 def algorithm_of(config: TrainConfig) -> Algorithm:
@@ -277,7 +279,7 @@ def ranks_alone(config: TrainConfig, num_ranks: int) -> Iterator[Ranks]:
     if "RANK" not in os.environ and num_ranks > 1:
         sys.exit(local_ranks.run_ranks(num_ranks))
     prepare_for_devices(os.environ)
-    share_cores(os.environ)
+    _share_cores(alone=True)
     local_ranks.choose_interfaces(os.environ)
     logging.basicConfig(level="WARNING", format="%(levelname)s: %(message)s")
     local_ranks.end_with_agent()

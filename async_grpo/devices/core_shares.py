@@ -1,25 +1,24 @@
-"""How the processes of a run share this machine's cores: threads, waiting, priorities.
+"""How the processes of a run share this machine's cores: threads, and how these wait.
 
-OpenMP reads its variables when torch is imported: they are set before. A given OMP_NUM_THREADS
-counts everywhere.
+OpenMP reads its variables when torch is imported: they are set before. What is given counts.
 """
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from async_grpo.util.run_folder import PARAMETERS_FILE, newest_checkpoint
+
 QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of a container: microseconds of every so many, or "max"
 THREADS = "OMP_NUM_THREADS"
-MOST_THREADS = 8  # of a process by default: a small model's products gain nothing from more
+MOST_THREADS = 8  # by default: a small model's products gain nothing from more
 # A thread that computes while it waits takes the core from the process that it waits for: with two
 # such threads on two busy cores an engine is 10 to 20 times slower.
 PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
-# Ray would run engines at 15, behind the ranks: what they leave undone is missing afterwards.
-EVEN_PRIORITY = {"RAY_worker_niceness": "0"}
-RANK_NICENESS = 5  # on a CPU: ranks can catch up with all cores, an engine with many fewer
 
 
 def num_cores(quota: Path = QUOTA, *, cores: int = 0) -> int:
@@ -31,27 +30,28 @@ def num_cores(quota: Path = QUOTA, *, cores: int = 0) -> int:
     return cores
 
 
-def thread_variables(environ: Mapping[str, str], *, processes: int, cores: int) -> dict[str, str]:
-    """Variables of each of `processes` equal ones, which have all cores between them.
+def thread_variables(
+    environ: Mapping[str, str], *, processes: int, cores: int, recorded: int = 0
+) -> dict[str, str]:
+    """Variables of each of `processes` that compute: they have no more threads than cores.
+
+    More of them cost a small model a third of the CPU time again, and gain nothing. `recorded`: the
+    threads of a rank that a run began with.
 
     >>> thread_variables({}, processes=2, cores=5)["OMP_NUM_THREADS"]
     '2'
     >>> thread_variables({"OMP_NUM_THREADS": "7"}, processes=2, cores=5)["OMP_NUM_THREADS"]
     '7'
     """
-    threads = min(max(1, cores // processes), MOST_THREADS)
+    threads = recorded or min(max(1, cores // processes), MOST_THREADS)
     wanted = {THREADS: str(threads), **PASSIVE}
     return {name: environ.get(name, value) for name, value in wanted.items()}
 
 
-def share_cores(environ: MutableMapping[str, str], *, recorded: int = 0) -> None:
-    """Set the variables of this rank; `recorded`: the threads that its run began with."""
-    ranks = int(environ.get("LOCAL_WORLD_SIZE", "1"))
-    if recorded:
-        environ.setdefault(THREADS, str(recorded))
-    environ.update(thread_variables(environ, processes=ranks, cores=num_cores()))
-
-
-def give_way() -> None:
-    """Let this process's threads yield to those of engines, which have fewer."""
-    os.setpriority(os.PRIO_PROCESS, 0, max(RANK_NICENESS, os.getpriority(os.PRIO_PROCESS, 0)))
+def recorded_threads(folder: Path) -> int:
+    """Threads of each rank of the run that goes on in this folder; 0: there is none to go on."""
+    if newest_checkpoint(folder) is None:
+        return 0
+    with suppress(OSError, ValueError):
+        return int(json.loads((folder / PARAMETERS_FILE).read_text()).get("threads", 0))
+    return 0

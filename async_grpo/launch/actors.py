@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from async_grpo.config.roles import ENVIRONMENT, GENERATION, JUDGE, REWARD, SERVICE, VERIFIER
 from async_grpo.config.worker_config import WorkerConfig
-from async_grpo.devices.core_shares import num_cores, thread_variables
 from async_grpo.devices.inventory import forwarded, own_ids, usable_devices
 from async_grpo.types.worker_info import WorkerInfo
 from async_grpo.util.errors import ConfigError
@@ -104,8 +103,7 @@ def _start_generation_worker(
         from async_grpo.rollout.judge import JudgeWorker
 
         kind = JudgeWorker
-    variables = worker_environment(on_cpu=not taken["GPU"], num_workers=config.num_workers)
-    variables |= forwarded(os.environ)
+    variables = worker_environment(on_cpu=not taken["GPU"]) | forwarded(os.environ)
     # On devices vLLM reads more of the environment of an engine's process when that begins.
     runs_in = "" if taken["GPU"] else program()
     return _actor(cluster, kind, taken, variables=variables, program=runs_in).remote(
@@ -139,7 +137,7 @@ def _service_starter(
         make = partial(RewardModel, replace(config, model_path=what))
         own_hash = hash_model(what)
         hashes = {config.role.replace(":", " "): own_hash}
-        variables = worker_environment(on_cpu=not taken["GPU"], num_workers=config.num_workers)
+        variables = worker_environment(on_cpu=not taken["GPU"])
     else:
         code = config.terms.code
         make = partial(make_service, code)
@@ -186,10 +184,7 @@ def _start_logprob_worker(
 ) -> WorkerHandle:
     from async_grpo.rollout.logprob_worker import LogprobWorker
 
-    variables = forwarded(os.environ)
-    if not taken["GPU"]:
-        processes = config.num_workers * config.scorer_ranks
-        variables = thread_variables(os.environ, processes=processes, cores=num_cores())
+    variables = forwarded(os.environ) if taken["GPU"] else {}
     return _actor(cluster, LogprobWorker, taken, variables=variables).remote(
         os.path.abspath(config.model_path),
         role=config.role,

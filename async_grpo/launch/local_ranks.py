@@ -86,7 +86,8 @@ class LocalRanks:
             "MASTER_PORT": self._port,
             "TORCHELASTIC_ERROR_FILE": self._cause_of(rank),
         }
-        return os.environ | {k: str(v) for k, v in own.items()}
+        # A thread each, as torchrun has it: more of them would fight for the cores.
+        return {"OMP_NUM_THREADS": "1"} | os.environ | {k: str(v) for k, v in own.items()}
 
     def _first_failed(self) -> int | None:
         """The local number of the first rank to fail, None when all have ended well."""

@@ -20,7 +20,7 @@ import ray
 
 from async_grpo.config.roles import GENERATION
 from async_grpo.config.worker_config import WorkerConfig
-from async_grpo.devices.core_shares import THREADS, num_cores, thread_variables
+from async_grpo.devices.core_shares import PASSIVE, THREADS
 from async_grpo.rollout import early_process
 from async_grpo.types import (
     GenerationRequest,
@@ -52,15 +52,10 @@ ENVIRONMENT = {
 CPU_ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1"}
 
 
-def worker_environment(*, on_cpu: bool = True, num_workers: int = 1) -> dict[str, str]:
-    """Environment variables for the process of a `GenerationWorker` (Ray's `env_vars`).
-
-    `num_workers`: those of this machine, which share its cores.
-    """
-    if not on_cpu:
-        return {**ENVIRONMENT, THREADS: "1"}
-    threads = thread_variables(os.environ, processes=num_workers, cores=num_cores())
-    return ENVIRONMENT | CPU_ENVIRONMENT | threads
+def worker_environment(*, on_cpu: bool = True) -> dict[str, str]:
+    """Environment variables for the process of a `GenerationWorker` (Ray's `env_vars`)."""
+    threads = {THREADS: os.environ.get(THREADS, "1") if on_cpu else "1", **PASSIVE}
+    return ENVIRONMENT | threads | (CPU_ENVIRONMENT if on_cpu else {})
 
 
 class GenerationWorker:

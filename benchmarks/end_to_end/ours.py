@@ -1,6 +1,6 @@
 """This system on a task, as a user would run it: Ray, `worker_dispatcher.py`, `trainer_core.py`.
 
-Threads, their waiting and priorities are those of `launch`.
+Threads are those of `launch`, where one rank trains.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from async_grpo.devices.core_shares import THREADS
+from async_grpo.devices.core_shares import num_cores, thread_variables
 from benchmarks.end_to_end.task import Task
 from benchmarks.processes import Process
 from benchmarks.stack import READY_TIMEOUT_S, Stack
@@ -23,17 +23,12 @@ MODES = {
 
 @contextlib.contextmanager
 def workers(
-    stack: Stack, task: Task, *, started: Callable[[Process], None], threads: str
+    stack: Stack, task: Task, *, started: Callable[[Process], None]
 ) -> Iterator[list[Process]]:
-    """Dispatchers with registered workers: one that generates, one that scores if there is KL.
-
-    `threads`: of each process; empty: by default.
-    """
+    """Dispatchers with registered workers: one that generates, one that scores if there is KL."""
     modes = ["generation", *(["logprob"] if task.kl_coefficient else [])]
     with contextlib.ExitStack() as running:
-        dispatchers = [
-            running.enter_context(_dispatcher(stack, task, mode, threads)) for mode in modes
-        ]
+        dispatchers = [running.enter_context(_dispatcher(stack, task, mode)) for mode in modes]
         for dispatcher in dispatchers:
             started(dispatcher)
         dispatchers[0].wait_for_worker(timeout_s=READY_TIMEOUT_S)
@@ -42,7 +37,7 @@ def workers(
         yield dispatchers
 
 
-def _dispatcher(stack: Stack, task: Task, mode: str, threads: str) -> Process:
+def _dispatcher(stack: Stack, task: Task, mode: str) -> Process:
     return Process(
         f"the {mode} worker",
         [
@@ -50,16 +45,17 @@ def _dispatcher(stack: Stack, task: Task, mode: str, threads: str) -> Process:
             *("--mode", mode, "--max-model-len", str(task.longest_sequence), *MODES[mode]),
         ],
         log=stack.folder / "logs" / f"{mode}.log",
-        environment=_variables(stack, threads),
+        environment=stack.environment,
     )
 
 
-def _variables(stack: Stack, threads: str) -> dict[str, str]:
-    others = {name: value for name, value in stack.environment.items() if name != THREADS}
-    return others | ({THREADS: threads} if threads else {})
+def variables(task: Task) -> dict[str, str]:
+    """Of all processes: the engine, the rank and, with KL, the reference share the cores."""
+    processes = 3 if task.kl_coefficient else 2
+    return thread_variables({}, processes=processes, cores=num_cores())
 
 
-def trainer(stack: Stack, task: Task, *, output: Path, threads: str) -> Process:
+def trainer(stack: Stack, task: Task, *, output: Path) -> Process:
     """The one rank that trains; not started yet."""
     return Process(
         "the trainer",
@@ -78,5 +74,5 @@ def trainer(stack: Stack, task: Task, *, output: Path, threads: str) -> Process:
             *("--trackers", "", "--dump-samples-filename", ""),
         ],
         log=stack.folder / "logs" / f"{output.name}.log",
-        environment=_variables(stack, threads),
+        environment=stack.environment,
     )

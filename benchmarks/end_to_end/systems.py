@@ -1,11 +1,7 @@
 """The systems that are compared: how each is started on a task, and what all of them are asked.
 
-Each gets the setting in which it was fastest on two cores. Of ours:
-
-    ours               one rank, as it comes: `async-grpo plan` recommends no other split of cores
-    ours one thread    the same; each process that computes has one thread
-
-Of TRL these run on a CPU:
+Each gets the setting in which it was fastest on two cores; ours is one rank, as `async-grpo plan`
+has it. Of TRL these run on a CPU:
 
     trl            GRPOTrainer, transformers generation, one process
     trl ddp        the same, two ranks: the usual way to use two devices
@@ -58,7 +54,6 @@ TRL = {
     "trl ddp": TrlWay(num_ranks=2, num_threads=1),
     "trl colocate": TrlWay(num_ranks=2, num_threads=1, way="colocate"),
 }
-OWN = {OURS: "", "ours one thread": "1"}  # threads of each process that computes
 NAMES = (OURS, *TRL)
 
 
@@ -99,17 +94,15 @@ def run(name: str, task: Task, *, folder: Path, until: Callable[[Sequence[Step]]
 def _started(name: str, task: Task, folder: Path, *, roots: list[Process]) -> Iterator[Process]:
     """The process that trains; `roots` gets it and whatever else belongs to the system."""
     with contextlib.ExitStack() as running:
-        if name in TRL:
+        if name != OURS:
             trainer = _trl(TRL[name], task, folder)
         else:
-            stack = running.enter_context(stacks.start(folder))
+            stack = running.enter_context(stacks.start(folder, variables=ours.variables(task)))
             roots.append(stack.head)
             # Ray would drain for 20 s, when nothing of it is needed any more.
             running.callback(lambda: end(family(stack.head.pid)))
-            threads = OWN[name]
-            workers = ours.workers(stack, task, started=roots.append, threads=threads)
-            running.enter_context(workers)
-            trainer = ours.trainer(stack, task, output=folder / "run", threads=threads)
+            running.enter_context(ours.workers(stack, task, started=roots.append))
+            trainer = ours.trainer(stack, task, output=folder / "run")
         running.enter_context(trainer)
         roots.append(trainer)
         yield trainer
@@ -145,7 +138,7 @@ def _wait(trainer: Process, watched: Sequence[Process], is_enough: Callable[[], 
 
 def rows_file(name: str, folder: Path) -> Path:
     """Where the system writes a line for each step."""
-    return folder / "run/training_metrics.jsonl" if name in OWN else folder / "rows.jsonl"
+    return folder / "run/training_metrics.jsonl" if name == OURS else folder / "rows.jsonl"
 
 
 def read_rows(file: Path) -> list[Step]:

@@ -1,4 +1,4 @@
-"""How many threads the processes of a run have, how these wait, and who comes first."""
+"""How many threads the processes of a run have, and how these wait."""
 
 import json
 import os
@@ -9,8 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_grpo.cli.train import recorded_threads
-from async_grpo.config.train_config import TrainConfig
 from async_grpo.devices import core_shares
 from async_grpo.rollout.generation_worker import worker_environment
 
@@ -28,7 +26,7 @@ def test_a_containers_quota_bounds_its_cores(tmp_path, text, most):
 
 
 @given(processes=st.integers(1, 300), num_cores=st.integers(1, 300))
-def test_equal_processes_have_all_cores_and_no_more_between_them(processes, num_cores):
+def test_processes_leave_no_core_without_a_thread_and_have_no_more(processes, num_cores):
     found = core_shares.thread_variables({}, processes=processes, cores=num_cores)
     threads = int(found.pop("OMP_NUM_THREADS"))
     assert found == WAITING
@@ -37,51 +35,46 @@ def test_equal_processes_have_all_cores_and_no_more_between_them(processes, num_
     assert threads == core_shares.MOST_THREADS or (threads + 1) * processes > num_cores
 
 
-def test_what_was_given_counts_for_ranks_and_workers(monkeypatch):
-    environ = {"OMP_NUM_THREADS": "3", "OMP_WAIT_POLICY": "ACTIVE", "LOCAL_WORLD_SIZE": "64"}
-    core_shares.share_cores(environ, recorded=5)
-    assert (environ["OMP_NUM_THREADS"], environ["OMP_WAIT_POLICY"]) == ("3", "ACTIVE")
+def test_what_was_given_counts(monkeypatch):
+    environ = {"OMP_NUM_THREADS": "3", "OMP_WAIT_POLICY": "ACTIVE"}
+    found = core_shares.thread_variables(environ, processes=64, cores=2, recorded=5)
+    assert (found["OMP_NUM_THREADS"], found["OMP_WAIT_POLICY"]) == ("3", "ACTIVE")
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert worker_environment(num_workers=64)["OMP_NUM_THREADS"] == "3"
+    assert worker_environment()["OMP_NUM_THREADS"] == "3"
     assert worker_environment(on_cpu=False)["OMP_NUM_THREADS"] == "1"
-    monkeypatch.delenv("OMP_NUM_THREADS")
-    found = worker_environment()
-    threads = min(core_shares.num_cores(), core_shares.MOST_THREADS)
-    assert (found["OMP_NUM_THREADS"], WAITING.items() <= found.items()) == (str(threads), True)
+    assert WAITING.items() <= worker_environment().items()
 
 
 def test_a_run_that_goes_on_keeps_the_threads_that_it_began_with(tmp_path):
-    config = TrainConfig(model_name_or_path="m", data_path="d", output_dir=str(tmp_path))
     (tmp_path / "training_params.json").write_text(json.dumps({"threads": 3}))
-    assert recorded_threads(config) == 0  # there is no checkpoint
+    assert core_shares.recorded_threads(tmp_path) == 0  # there is no checkpoint
     checkpoint = tmp_path / "checkpoints" / "batch_7"
     checkpoint.mkdir(parents=True)
     (checkpoint / "COMMITTED").touch()
-    assert recorded_threads(config) == 3
-    assert recorded_threads(config.but(overwrite=True)) == 0
-    (tmp_path / "training_params.json").write_text("{}")
-    assert recorded_threads(config) == 0
-    environ = {"LOCAL_WORLD_SIZE": "64"}
-    core_shares.share_cores(environ, recorded=3)
-    assert environ["OMP_NUM_THREADS"] == "3"
+    assert core_shares.recorded_threads(tmp_path) == 3
+    found = core_shares.thread_variables({}, processes=64, cores=2, recorded=3)
+    assert found["OMP_NUM_THREADS"] == "3"
+    for text in ("{}", "not JSON"):
+        (tmp_path / "training_params.json").write_text(text)
+        assert core_shares.recorded_threads(tmp_path) == 0
 
 
-def test_torch_has_the_threads_and_the_process_gives_way_once():
-    script = """if True:
-        import os
-        from async_grpo.devices import core_shares
-        core_shares.num_cores = lambda: 7
-        core_shares.share_cores(os.environ)
-        core_shares.give_way()
-        core_shares.give_way()
-        import torch
-        torch.ones(512, 512) @ torch.ones(512, 512)
-        print(torch.get_num_threads(), os.nice(0))
+@pytest.mark.parametrize(
+    ("alone", "ranks", "threads"), [(True, 1, 7), (False, 1, 3), (False, 4, 1)]
+)
+def test_a_rank_that_was_started_by_hand_leaves_half_of_the_cores_to_workers(alone, ranks, threads):
+    script = f"""if True:
+        from async_grpo.cli import train
+        train.num_cores = lambda: 7
+        train._share_cores(alone={alone})
+        import os, torch
+        print(os.environ["OMP_NUM_THREADS"], torch.get_num_threads())
     """
-    left_out = ("OMP_NUM_THREADS", "LOCAL_WORLD_SIZE", *WAITING)
-    environ = {"LOCAL_WORLD_SIZE": "4"} | {k: v for k, v in os.environ.items() if k not in left_out}
+    left_out = ("OMP_NUM_THREADS", *WAITING)
+    environ = {name: value for name, value in os.environ.items() if name not in left_out}
     done = subprocess.run(
-        [sys.executable, "-c", script], env=environ, capture_output=True, text=True, timeout=120
-    )
-    niceness = max(core_shares.RANK_NICENESS, os.nice(0))
-    assert done.stdout.split() == ["1", str(niceness)], done.stderr
+        [sys.executable, "-c", script], env=environ | {"LOCAL_WORLD_SIZE": str(ranks)},
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    cores = len(os.sched_getaffinity(0))  # torch takes no more
+    assert done.stdout.split() == [str(threads), str(min(threads, cores))], done.stderr

@@ -63,7 +63,7 @@ def ended(child):
 
 TELL = (
     "names = ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'LOCAL_WORLD_SIZE', 'MASTER_ADDR',\n"
-    "         'MASTER_PORT')\n"
+    "         'MASTER_PORT', 'OMP_NUM_THREADS')\n"
     "told = json.dumps({name: os.environ[name] for name in names})\n"
     "os.write(1, (told + os.linesep).encode())"
 )
@@ -98,6 +98,7 @@ def test_ranks_that_end_well_are_told_where_they_meet():
     assert second == first | {"RANK": "1", "LOCAL_RANK": "1"}
     assert (first["WORLD_SIZE"], first["LOCAL_WORLD_SIZE"]) == ("2", "2")
     assert first["MASTER_ADDR"] == "127.0.0.1"
+    assert first["OMP_NUM_THREADS"] == os.environ.get("OMP_NUM_THREADS", "1")
 
 
 def test_ranks_of_another_machine_are_the_next_ones_and_meet_at_the_first():
