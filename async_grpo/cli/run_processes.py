@@ -62,7 +62,6 @@ def cluster_of(
         session = f"{folder}/s"
         environment = common | private
         environment["RAY_ADDRESS"] = f"127.0.0.1:{port}"
-        environment["RAY_worker_register_timeout_seconds"] = "600"  # engines' import vLLM first
         environment["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"] = "0"  # its workers end before it
         environment.pop("RAY_AUTH_TOKEN", None)  # it would go before the cluster's own
         command = [

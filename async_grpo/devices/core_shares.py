@@ -43,7 +43,7 @@ def thread_variables(
     >>> thread_variables({"OMP_NUM_THREADS": "7"}, processes=2, cores=5)["OMP_NUM_THREADS"]
     '7'
     """
-    threads = recorded or min(max(1, cores // processes), MOST_THREADS)
+    threads = recorded or min(max(1, cores // max(processes, 1)), MOST_THREADS)
     wanted = {THREADS: str(threads), **PASSIVE}
     return {name: environ.get(name, value) for name, value in wanted.items()}
 

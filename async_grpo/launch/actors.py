@@ -10,10 +10,12 @@ from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from async_grpo.cluster.head import PATIENT
 from async_grpo.config.roles import ENVIRONMENT, GENERATION, JUDGE, REWARD, SERVICE, VERIFIER
 from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.devices.inventory import forwarded, own_ids, usable_devices
 from async_grpo.types.worker_info import WorkerInfo
+from async_grpo.util import deadlines
 from async_grpo.util.errors import ConfigError
 from async_grpo.util.imports import startup_variables
 
@@ -33,6 +35,7 @@ class WorkerKind:
     num_workers: int
     resources: Mapping[str, float]  # Ray resources of this node that each worker takes
     start: Callable[[str], WorkerHandle]  # makes the actor of a worker id, which loads later
+    placed_s: float = deadlines.PLACED_S  # in which its process joins Ray
 
 
 def worker_kinds(cluster: Cluster, config: WorkerConfig) -> tuple[WorkerKind, ...]:
@@ -49,9 +52,20 @@ def worker_kinds(cluster: Cluster, config: WorkerConfig) -> tuple[WorkerKind, ..
             ENVIRONMENT: _start_environment_worker,
         }.get(config.mode, _start_logprob_worker)
         start = partial(starts, cluster, config, taken)
-    workers = WorkerKind(config.role, config.num_workers, taken, start)
+    placed_s = deadlines.IMPORTED_S if _imports_first(config, taken) else deadlines.PLACED_S
+    workers = WorkerKind(config.role, config.num_workers, taken, start, placed_s)
     brings_pool = config.role == GENERATION and config.reward_names
     return (workers, _verifier_pool(cluster, config)) if brings_pool else (workers,)
+
+
+def _imports_first(config: WorkerConfig, taken: Mapping[str, float]) -> bool:
+    """Whether a worker's process imports vLLM, and forks its engine's, before it joins Ray.
+
+    On devices vLLM reads more of the environment of an engine's process when that begins. Clusters
+    that have not been told otherwise take a process for lost that imports for a minute first.
+    """
+    is_patient = PATIENT.items() <= os.environ.items()
+    return config.mode in (GENERATION, JUDGE) and is_patient and not taken.get("GPU")
 
 
 def _devices_taken(cluster: Cluster, config: WorkerConfig) -> float:
@@ -104,8 +118,7 @@ def _start_generation_worker(
 
         kind = JudgeWorker
     variables = worker_environment(on_cpu=not taken["GPU"]) | forwarded(os.environ)
-    # On devices vLLM reads more of the environment of an engine's process when that begins.
-    runs_in = "" if taken["GPU"] else program()
+    runs_in = program() if _imports_first(config, taken) else ""
     return _actor(cluster, kind, taken, variables=variables, program=runs_in).remote(
         replace(config, model_path=os.path.abspath(config.model_path)), worker_id=worker_id
     )

@@ -115,7 +115,7 @@ class SupervisedWorker:
             if any(info.confinement.values()):
                 self._say(f"WARNING {self.worker_id}: {confinement_in_words(info.confinement)}")
             self._register(controller, now_s)
-        elif not self._pid and seconds > deadlines.PLACED_S:
+        elif not self._pid and seconds > self._kind.placed_s:
             raise ClusterError(
                 f"Ray has found no place for worker {self.worker_id} within {seconds:.0f} s: "
                 "somebody else has taken its CPUs or devices; stop other workers, or start Ray "

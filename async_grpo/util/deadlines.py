@@ -57,6 +57,7 @@ RELEASED_S = 5.0  # of the controller, when a worker deregisters; the worker end
 
 # Workers of a dispatcher.
 PLACED_S = 20.0  # a worker that was killed may hold its CPU for 6 s
+IMPORTED_S = 600.0  # of a worker's process that imports before it joins Ray, on a busy machine
 ROOM_S = 5.0  # in which workers that have just ended give back what they held
 HEAD_SEEN_S = 2.0  # of a cluster's head that ends, once what was on it has failed
 HEAD_ENDED_S = 5.0  # of a cluster that loses its workers before its head

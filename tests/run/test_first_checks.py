@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -106,7 +107,9 @@ def test_what_needs_no_torch_is_checked_before_it_is_imported(mistake, answers, 
 
 def test_the_first_line_comes_before_torch(answers):
     line, imported = answers["no head"]["first"]
-    assert line == "async-grpo 0.1.0: loading, to train in runs/latest"
+    said, _, threads = line.partition("; ")
+    assert said == "async-grpo 0.1.0: loading, to train in runs/latest"
+    assert re.fullmatch(r"\d+ thread\(s\) a rank on \d+ core\(s\)", threads)
     assert imported == []
 
 
