@@ -3,10 +3,12 @@
 import pytest
 from fake_cluster import FakeCluster
 
+from async_grpo.cluster.head import PATIENT
 from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.devices.inventory import Device, Inventory
 from async_grpo.launch import actors
 from async_grpo.rollout.early_process import program
+from async_grpo.util import deadlines
 from async_grpo.util.errors import ConfigError
 
 
@@ -65,7 +67,23 @@ def test_without_usable_devices_a_worker_takes_none_whatever_ray_counts(node):
     [kind, *_] = kinds(cluster)
     assert kind.resources["GPU"] == 0.0
     kind.start("w")
+    assert "py_executable" not in cluster.options["runtime_env"]
+    assert kind.placed_s == deadlines.PLACED_S
+
+
+def test_a_worker_imports_before_it_joins_where_ray_waits_for_it(node, monkeypatch):
+    for name, value in PATIENT.items():
+        monkeypatch.setenv(name, value)
+    cluster = node(0, counted=0.0)
+    engine, *others = kinds(cluster)
+    engine.start("w")
     assert cluster.options["runtime_env"]["py_executable"] == program()
+    assert engine.placed_s > deadlines.PLACED_S
+    assert all(each.placed_s == deadlines.PLACED_S for each in others)
+    cluster = node(8, counted=8.0)
+    engine, *_ = kinds(cluster)
+    engine.start("w")
+    assert "py_executable" not in cluster.options["runtime_env"]
 
 
 def test_devices_that_ray_does_not_count_are_not_taken_unseen(node):
