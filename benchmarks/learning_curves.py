@@ -27,6 +27,7 @@ from benchmarks.stack import MODEL, Stack
 from benchmarks.two_cores import read_rows
 
 NAME = "learning_curves"
+PICTURE = "docs/staleness.svg"
 THRESHOLD = 0.8
 SMOOTHED_BATCHES = 5  # the reward of one batch is too noisy to say when a threshold is reached
 FINAL_BATCHES = 10
@@ -52,10 +53,13 @@ logger = logging.getLogger(__name__)
 @click.option("--passes", default="", help="numbers of passes to compare instead, such as 1,2")
 @click.option("--seeds", default=3, help="runs of each bound")
 @click.option("--batches", default=60, help="batches a run")
+@click.option("--quick", is_flag=True, help="a few batches from one seed")
 @click.option(
-    "--quick", is_flag=True, help="a few batches from one seed, the picture in the output folder"
+    "--picture",
+    default="",
+    help="where the curves are drawn",
+    show_default=f"{PICTURE}; the output folder, of passes and with --quick",
 )
-@click.option("--picture", default="docs/staleness.svg", help="where the curves are drawn")
 @click.option("--output-dir", default="runs/benchmarks/learning_curves", help="replaced")
 @click.option("--results-dir", default=str(results.FOLDER), help="where the figures go")
 def main(
@@ -67,7 +71,8 @@ def main(
     logging.getLogger("async_grpo").setLevel("WARNING")
     interrupt_once()  # so that SIGTERM too ends what was started
     if quick:
-        seeds, batches, picture = 1, 6, f"{output_dir}/curves.svg"
+        seeds, batches = 1, 6
+    picture = picture or (f"{output_dir}/curves.svg" if quick or passes else PICTURE)
     compared: dict[str, dict[str, object]] = {
         f"staleness {bound}": {"max_staleness": bound} for bound in staleness.split(",")
     }
