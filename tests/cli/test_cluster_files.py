@@ -40,7 +40,8 @@ time.sleep(60)' "$@" ;; esac
 import os, signal, sys, time
 signal.signal(signal.SIGUSR1, lambda *_: sys.exit(int(os.environ["ENDS_WITH"])))
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-open("ready", "w").write(str(os.getpid()))
+with open("ready", "w") as ready:  # a signal while a file is finalized would be swallowed
+    ready.write(str(os.getpid()))
 end = time.monotonic() + 30
 while time.monotonic() < end and open("noted").read().count("ray start") < int(os.environ["RAYS"]):
     time.sleep(0.05)

@@ -18,9 +18,10 @@ pytestmark = pytest.mark.integration
 WAITS = """
 import os, signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # as a dispatcher has one, too
-open("started", "w").write(str(os.getpid()))
-print(os.environ["GIVEN"], os.getcwd(), flush=True)
 try:
+    print(os.environ["GIVEN"], os.getcwd(), flush=True)
+    with open("started", "w") as started:
+        started.write(str(os.getpid()))
     time.sleep(600)
 except KeyboardInterrupt:
     print("error: interrupted", flush=True)
