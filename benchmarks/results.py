@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import shlex
 import statistics
 import subprocess
 import sys
@@ -17,8 +18,6 @@ FOLDER = Path(__file__).parent / "results"
 # What figures depend on: they may be measured one after the other, each committed at once.
 CODE = (".", ":!benchmarks/results", ":!docs", ":!tests", ":!tools", ":!*.md")
 RATIOS = ("", "x", "fraction", "%")  # units of what two machines may be compared by
-# What a benchmark writes, and pages that show it, change nothing that is measured.
-NOT_MEASURED = (":!benchmarks/results", ":!docs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +76,11 @@ def load() -> str:
     return "load average " + " ".join(f"{value:.2f}" for value in os.getloadavg())
 
 
-def command(name: str) -> str:
+def command() -> str:
     """The command line that repeats this run, from the top folder of the repository."""
-    return " ".join(["python", "-m", f"benchmarks.{name}", *sys.argv[1:]])
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    module = spec.name.removesuffix(".__main__") if spec else sys.argv[0]
+    return shlex.join(["python", "-m", module, *sys.argv[1:]])
 
 
 def write(name: str, figures: Sequence[Figure], *, folder: Path = FOLDER, device: str = "") -> Path:
@@ -88,7 +89,7 @@ def write(name: str, figures: Sequence[Figure], *, folder: Path = FOLDER, device
     path = folder / f"{name}.json"
     content = {
         "benchmark": name,
-        "command": command(name),
+        "command": command(),
         "commit": commit(),
         "machine": ", ".join(filter(None, [device, machine()])),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),

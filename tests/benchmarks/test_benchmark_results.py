@@ -1,10 +1,16 @@
 import json
+import os
 import socket
 import subprocess
+import sys
 from pathlib import Path
+
+import pytest
 
 from benchmarks import results
 from benchmarks.results import Figure, median
+
+REPOSITORY = Path(__file__).parents[2]
 
 
 def test_a_file_holds_what_the_next_run_is_compared_with(tmp_path):
@@ -19,10 +25,20 @@ def test_a_file_holds_what_the_next_run_is_compared_with(tmp_path):
     assert rate == {"name": "rate", "value": 7.0, "unit": "1/s", "goal": None, "better": "higher"}
 
 
+@pytest.mark.parametrize("file", ["example.py", "example/__main__.py"])
+def test_a_file_holds_the_command_that_ran(file, tmp_path):
+    program = tmp_path / file
+    program.parent.mkdir(exist_ok=True)
+    program.write_text("from benchmarks import results; print(results.command())")
+    typed = ("-m", "example", "--settings", "20M natural")
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{REPOSITORY}"}
+    command = [sys.executable, *typed]
+    said = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    assert said.stdout == "python -m example --settings '20M natural'\n"
+
+
 def test_a_file_names_neither_the_machine_nor_its_folders(tmp_path):
-    text = results.write("example", [], folder=tmp_path).read_text()
-    content = json.loads(text)
-    assert content["command"].startswith("python -m benchmarks.example")
+    content = json.loads(results.write("example", [], folder=tmp_path).read_text())
     assert socket.gethostname() not in content["machine"]
     assert str(Path.home()) not in content["machine"]
 
