@@ -49,7 +49,8 @@ from async_grpo.types import (
     WorkerInfo,
 )
 from benchmarks import results, stack
-from benchmarks.control_plane import (
+from benchmarks.results import Figure
+from benchmarks.scripted_control import (
     FIRST,
     OPTIONS,
     TIMEOUT_S,
@@ -58,7 +59,6 @@ from benchmarks.control_plane import (
     WatchedController,
     get,
 )
-from benchmarks.results import Figure
 
 NAME = "concurrent_episodes"
 GROUP = 8

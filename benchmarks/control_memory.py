@@ -1,6 +1,6 @@
 """What the process that decides holds: flat over many batches, and little more with many questions.
 
-The actors are those of `benchmarks.control_plane`: real ones, whose workers answer at once and
+The actors are those of `benchmarks.scripted_control`: real ones, whose workers answer at once and
 whose ranks train nothing.
 """
 
@@ -22,7 +22,7 @@ import ray
 from async_grpo.cluster.cluster import Cluster
 from async_grpo.data.table import QuestionTable
 from async_grpo.types import Question
-from benchmarks import control_plane, procfs, results, stack
+from benchmarks import procfs, results, scripted_control, stack
 from benchmarks.results import Figure
 
 NAME = "control_memory"
@@ -95,10 +95,10 @@ def measure(size: Size) -> list[Figure]:
 
 def holding(questions: Sequence[Question], *, num_batches: int) -> list[Held]:
     """Memory after each tenth of the batches."""
-    controller, player, run = control_plane.make_run(
+    controller, player, run = scripted_control.make_run(
         batch_size=BATCH_SIZE, questions=questions, num_ranks=NUM_RANKS
     )
-    ranks = control_plane.Ranks(controller, run, num_ranks=NUM_RANKS)
+    ranks = scripted_control.Ranks(controller, run, num_ranks=NUM_RANKS)
     found = []
     for _ in range(10):
         asyncio.run(ranks.train(num_batches=num_batches // 10))
@@ -108,7 +108,7 @@ def holding(questions: Sequence[Question], *, num_batches: int) -> list[Held]:
         + ", ".join(f"{held.private:.0f} + {held.shared:.0f}" for held in found)
         + " MiB (private + shared)"
     )
-    control_plane.end(controller, player)
+    scripted_control.end(controller, player)
     return found
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from async_grpo.cluster.head import PATIENT
+from async_grpo.cluster.head import LATE_REGISTRATION
 from benchmarks.cores import end, family, pin, pinned, titled
 from benchmarks.processes import Process
 
@@ -55,7 +55,7 @@ def start(folder: Path, *, variables: Mapping[str, str] = MappingProxyType({})) 
         "RAY_AUTH_MODE": "disabled",  # a cluster of one machine and a few minutes
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
-        **PATIENT,  # as `launch` has it
+        **LATE_REGISTRATION,  # as `launch` has it
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
         **variables,
     }

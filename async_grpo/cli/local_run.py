@@ -28,6 +28,7 @@ from async_grpo.cli.train import main as train
 from async_grpo.cli.use_run import plot
 from async_grpo.cli.worker import main as worker
 from async_grpo.config.worker_config import WorkerConfig, check_services
+from async_grpo.devices.core_shares import num_cores, recorded_threads, thread_variables
 from async_grpo.util import deadlines
 from async_grpo.util.errors import ConfigError
 from async_grpo.util.run_folder import RUN_FILE, newest_checkpoint
@@ -65,8 +66,7 @@ class LocalRun(Setup):
     @property
     def goes_on(self) -> bool:
         """Whether there is a checkpoint that it resumes."""
-        is_kept = not self.train.recording.overwrite and self.train.recording.resume != "never"
-        return is_kept and newest_checkpoint(self.folder) is not None
+        return self.train.recording.may_go_on and newest_checkpoint(self.folder) is not None
 
     @property
     def due(self) -> tuple[tuple[str, ...], ...]:
@@ -79,6 +79,17 @@ class LocalRun(Setup):
         batches, _ = newest_checkpoint(self.folder) or (0, None)
         is_trained = self.goes_on and batches >= self.train.batching.num_training_batches
         return is_trained and any(self.folder.glob("hf_format/samples_*"))
+
+    @property
+    def thread_variables(self) -> dict[str, str]:
+        """Of each process: ranks, engines and scorers share the cores of this machine."""
+        workers = [each for each in self.workers if each.serves_model]
+        processes = self.num_ranks // self.trainer_nodes
+        processes += sum(each.num_workers * each.scorer_ranks for each in workers)
+        recorded = recorded_threads(self.folder) if self.goes_on else 0
+        return thread_variables(
+            os.environ, processes=processes, cores=num_cores(), recorded=recorded
+        )
 
     @property
     def resolved_file(self) -> Path:

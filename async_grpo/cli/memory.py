@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from async_grpo.check.finding import tried
 from async_grpo.cli.local_run import LocalRun
+from async_grpo.devices.core_shares import num_cores
 from async_grpo.devices.inventory import Inventory
 from async_grpo.model.foreign_folders import stated_adapter
 from async_grpo.util.errors import AsyncGrpoError, ConfigError, UnfitModel
@@ -46,10 +47,13 @@ def devices_in(text: str) -> Fleet:
     return Fleet(tuple(each for each in nodes if each), kind)
 
 
-def fleet_here(inventory: Inventory, *, measured: bool = False) -> Fleet:
-    """The devices of this machine, or its cores, whose speed is `measured` where it matters."""
+def fleet_here(inventory: Inventory, *, threads: str = "") -> Fleet:
+    """The devices of this machine, or its cores.
+
+    `threads`: OMP_NUM_THREADS of each process, for which the cores' speed is measured.
+    """
     from async_grpo.planning.asked import CPU, H100, KINDS, Fleet
-    from async_grpo.planning.cores import num_threads, read_speed
+    from async_grpo.planning.cores import read_speed
 
     if devices := inventory.devices:
         names = [each.name for each in devices]
@@ -60,13 +64,13 @@ def fleet_here(inventory: Inventory, *, measured: bool = False) -> Fleet:
             has_large_batches=kind.has_large_batches and held >= LARGE_BATCHES,
         )  # fmt: skip
         return Fleet((len(devices),), kind)
-    core, threads = CPU, num_threads()
-    if measured:
-        speed = read_speed(threads=threads)
+    core, num_threads = CPU, int(threads) if threads.isdigit() else 1
+    if threads:
+        speed = read_speed(threads=num_threads)
         core = replace(
             CPU, flops=speed.flops, bytes_per_s=speed.bytes_per_s, source="measured on these cores"
         )
-    return Fleet((), core, num_cores=len(os.sched_getaffinity(0)), threads=threads)
+    return Fleet((), core, num_cores=num_cores(), threads=num_threads)
 
 
 def check_memory(run: LocalRun, fleet: Fleet, *, host_bytes: int = 0) -> None:

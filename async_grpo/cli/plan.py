@@ -19,6 +19,7 @@ from async_grpo.cli.local_run import LocalRun, check_origin
 from async_grpo.cli.memory import MEMORY_BYTES, asked_of, fleet_here
 from async_grpo.cli.options import CONTEXT
 from async_grpo.cli.run_file import trust_option
+from async_grpo.devices.core_shares import THREADS
 from async_grpo.devices.inventory import read_inventory
 from async_grpo.util.errors import AsyncGrpoError, ConfigError, UnfitModel
 from async_grpo.util.run_folder import RUN_FILE
@@ -93,7 +94,8 @@ def plan_of(
     from async_grpo.planning.page import Plan
     from async_grpo.planning.search import search
 
-    fleet = fleet_of(devices) if devices else fleet_here(read_inventory(), measured=True)
+    threads = run.thread_variables[THREADS]
+    fleet = fleet_of(devices) if devices else fleet_here(read_inventory(), threads=threads)
     held = int(host_gib * GIB) or (0 if devices else MEMORY_BYTES)
     asked = asked_of(_placed(run, fleet), fleet, shape_of=shape_of, host_bytes=held)
     check_fits(asked)

@@ -22,13 +22,7 @@ from async_grpo.cli.assignment import Node
 from async_grpo.cli.local_run import LocalRun
 from async_grpo.cli.run_file import as_toml
 from async_grpo.cluster import head
-from async_grpo.devices.core_shares import (
-    PASSIVE,
-    THREADS,
-    num_cores,
-    recorded_threads,
-    thread_variables,
-)
+from async_grpo.devices.core_shares import PASSIVE, THREADS
 from async_grpo.devices.inventory import forwarded
 from async_grpo.launch.child_processes import ChildProcess, RemoteProcess, Watched
 from async_grpo.launch.local_ranks import TRAINER_NODE
@@ -48,7 +42,7 @@ def cluster_of(
     run: LocalRun, *, watched: Sequence[Watched] = ()
 ) -> Iterator[tuple[dict[str, str], list[ChildProcess]]]:
     """Start the run's Ray head, if it needs one; yield the variables to join it, and [head]."""
-    common = {**os.environ, **_threads(run), "PYTHONUNBUFFERED": "1"}
+    common = {**os.environ, **run.thread_variables, "PYTHONUNBUFFERED": "1"}
     if not run.starts_head:
         yield common | _way_to_cluster(run), []
         return
@@ -93,14 +87,6 @@ def cluster_of(
                 yield environment, [ray_head]
         finally:
             _keep_logs(Path(session), run.logs / "ray")
-
-
-def _threads(run: LocalRun) -> dict[str, str]:
-    """Variables for the threads of each process: all that compute here share the cores."""
-    workers = sum(each.num_workers * each.scorer_ranks for each in run.workers if each.serves_model)
-    processes = run.num_ranks // run.trainer_nodes + workers
-    recorded = 0 if run.train.recording.overwrite else recorded_threads(run.folder)
-    return thread_variables(os.environ, processes=processes, cores=num_cores(), recorded=recorded)
 
 
 def _way_to_cluster(run: LocalRun) -> dict[str, str]:

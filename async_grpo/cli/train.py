@@ -126,10 +126,9 @@ def _set_variables(config: TrainConfig) -> None:
         os.environ.setdefault(name, value)
     _take_from_accelerate(os.environ)
     prepare_for_devices(os.environ)
-    recorded = (
-        0 if config.recording.overwrite else recorded_threads(Path(config.recording.output_dir))
-    )
-    _share_cores(alone=algorithm_of(config).learns_from_pairs, recorded=recorded)
+    recording, alone = config.recording, algorithm_of(config).learns_from_pairs
+    recorded = recorded_threads(Path(recording.output_dir)) if recording.may_go_on else 0
+    _share_cores(alone=alone, recorded=recorded)
     meets_workers = config.memory.weight_transport == "nccl" or bool(config.teaching.express)
     local_ranks.choose_interfaces(os.environ, meets_workers=meets_workers)
 

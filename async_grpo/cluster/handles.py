@@ -2,12 +2,6 @@
 
 `handle.method.remote(...)` returns a reference to await; synchronous code calls `Cluster.wait`.
 
-A call of Ray costs either side half a millisecond of CPU, so that requests to one actor share calls
-(`Calls`). A caller has at most two under way. One waits at the actor until any request of the
-caller is answered; requests that come meanwhile go with the other, at which the first returns. What
-is asked and answered while both are on their way travels together: a lone request goes at once, and
-the more there are, the more share a call.
-
 Ray's own handles are untyped. `tests/types/test_handles.py` holds these
 protocols to the actors' classes.
 """
@@ -15,16 +9,13 @@ protocols to the actors' classes.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import re
-import traceback
-import uuid
-from collections import defaultdict
 from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property, lru_cache, partial
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
+from async_grpo.cluster.batched_calls import BatchedCalls
 from async_grpo.types import RunId
 from async_grpo.util import deadlines
 from async_grpo.util.errors import (
@@ -38,7 +29,6 @@ from async_grpo.util.errors import (
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
-    from ray.actor import ActorHandle
 
     from async_grpo.cluster.cluster import Cluster
     from async_grpo.types import (
@@ -72,10 +62,6 @@ if TYPE_CHECKING:
 
 CONTROLLER = "controller"  # its name in a namespace
 WHO = "the controller"
-NUM_UNDER_WAY = 2  # calls
-# Its number, the method and its arguments; without a method, the request is given up.
-Request = tuple[int, str, Sequence[object], Mapping[str, object]]
-Answer = tuple[int, object, Exception | None]  # the request's number, its result or its error
 T = TypeVar("T")
 P = ParamSpec("P")
 R_co = TypeVar("R_co", covariant=True)
@@ -203,114 +189,6 @@ class RunClient(ControllerClient):
     run: RunId
 
 
-@dataclass(slots=True, eq=False)
-class _Desk:
-    """The requests of one caller at the actor, and the answers that it has not taken yet."""
-
-    answering: dict[int, asyncio.Task[None]] = field(default_factory=dict)
-    answers: list[Answer] = field(default_factory=list)
-    given_up: set[int] = field(default_factory=set)  # answered, or overtaken on their way
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
-
-    async def answer(self, actor: object, request: Request) -> None:
-        """Keep what the method returns, or the error that Ray would make of what it raises."""
-        number, method, arguments, named = request
-        result, error = None, None
-        try:
-            result = await getattr(actor, method)(*arguments, **named)
-        except (Exception, asyncio.CancelledError) as raised:
-            from ray.exceptions import RayTaskError
-
-            # The caller may not know the classes of other errors.
-            is_known = isinstance(raised, AsyncGrpoError) or type(raised).__module__ == "builtins"
-            cause = raised if is_known else None
-            error = RayTaskError("exchange", traceback.format_exc(), cause)
-        if self.answering.pop(number, None):  # it has not been given up
-            self.answers.append((number, result, error))
-            self.changed.set()
-
-
-class BatchedActor:
-    """Base of actors that take `Calls`."""
-
-    @cached_property
-    def _desks(self) -> defaultdict[str, _Desk]:
-        return defaultdict(_Desk)  # by caller
-
-    async def exchange(self, caller: str, requests: Sequence[Request]) -> list[Answer]:
-        """Begin requests, or cancel them, and wait for an answer to any of the caller's."""
-        desk = self._desks[caller]
-        for request in requests:
-            number, method, *_ = request
-            if number in desk.answering:
-                desk.answering.pop(number).cancel()
-            elif not method:
-                desk.given_up.add(number)
-            elif number not in desk.given_up:
-                work = desk.answer(self, request)
-                desk.answering[number] = asyncio.create_task(work, name=method)
-        desk.changed.set()  # a call that waits returns
-        desk.changed = changed = asyncio.Event()
-        if desk.answering and not desk.answers:
-            await changed.wait()
-        answers, desk.answers = desk.answers, []
-        if not (desk.answering or desk.given_up) and self._desks.get(caller) is desk:
-            del self._desks[caller]
-        return answers
-
-
-class Calls:
-    """The requests of one event loop to one actor, which need not be a `BatchedActor`."""
-
-    def __init__(self, handle: ActorHandle) -> None:
-        self.handle = handle
-        self._caller = uuid.uuid4().hex
-        self._numbers = itertools.count()
-        self._waiting: dict[int, asyncio.Future[object]] = {}
-        self._unsent: list[Request] = []
-        self._under_way: set[asyncio.Task[None]] = set()
-        self._is_due = False  # a call begins in the loop's next turn
-
-    def ask(self, method: str, *arguments: object, **named: object) -> Awaitable[object]:
-        """The answer of a method; to cancel it gives the request up."""
-        if not hasattr(self.handle, "exchange"):
-            answer: Awaitable[object] = getattr(self.handle, method).remote(*arguments, **named)
-            return answer
-        number, future = next(self._numbers), asyncio.get_running_loop().create_future()
-        self._waiting[number] = future
-        future.add_done_callback(partial(self._done, number))
-        self._send((number, method, arguments, named))
-        return future
-
-    def _done(self, number: int, _: asyncio.Future[object]) -> None:
-        if self._waiting.pop(number, None):  # it has not been answered
-            self._send((number, "", (), {}))
-
-    def _send(self, *requests: Request) -> None:
-        """Begin a call if one has something to bring, or has to wait for answers."""
-        self._unsent += requests
-        most = NUM_UNDER_WAY if self._unsent else bool(self._waiting)
-        if not self._is_due and len(self._under_way) < most:
-            self._is_due = True
-            self._under_way.add(asyncio.create_task(self._call(), name="exchange"))
-
-    async def _call(self) -> None:
-        self._is_due = False
-        requests, self._unsent = self._unsent, []
-        answers: list[Answer]
-        try:
-            answers = await self.handle.exchange.remote(self._caller, requests)
-        except Exception as error:  # with the call, the answers to all that was sent are lost
-            unsent = {number for number, *_ in self._unsent}
-            answers = [(number, None, error) for number in self._waiting if number not in unsent]
-        for number, result, failure in answers:
-            future = self._waiting.pop(number, None)
-            if future and not future.done():
-                future.set_exception(failure) if failure else future.set_result(result)
-        self._under_way -= {asyncio.current_task()}
-        self._send()
-
-
 async def ask_controller(
     cluster: Cluster,
     played: EpisodesRequest,
@@ -328,12 +206,12 @@ async def ask_controller(
 
 
 @lru_cache(maxsize=1)
-def _controller_of(cluster: Cluster, run: RunId) -> Calls:
+def _controller_of(cluster: Cluster, run: RunId) -> BatchedCalls:
     """Look up once an epoch, which ends with its controller: all episodes wait for a lookup."""
     controller: ControllerHandle | None = cluster.find_actor(CONTROLLER)
     if controller is None:
         raise ProcessLostError("the controller has ended: its run goes on with another one")
-    return Calls(controller)
+    return BatchedCalls(controller)
 
 
 async def call(reference: Awaitable[T], *, timeout_s: float | None, who: str) -> T:

@@ -24,7 +24,7 @@ NO_CLUSTER = (
 )
 VARIABLE = "RAY_AUTH_TOKEN"
 # Of `ray start` and its clients: a worker's process may import for minutes before it joins Ray.
-PATIENT = {"RAY_worker_register_timeout_seconds": f"{deadlines.IMPORTED_S:.0f}"}
+LATE_REGISTRATION = {"RAY_worker_register_timeout_seconds": f"{deadlines.IMPORTED_S:.0f}"}
 AS_ON_HEAD = "put there what `ray get-auth-token` prints on the head's machine"
 
 
@@ -47,7 +47,7 @@ def private_cluster() -> Iterator[dict[str, str]]:
             "VLLM_HOST_IP": "127.0.0.1",
             # Ray's default on other systems than Linux.
             "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-            **PATIENT,
+            **LATE_REGISTRATION,
         }
 
 

@@ -73,6 +73,11 @@ class RecordingOptions(Options):
             raise self.refusal("hub_public", "goes with --push-to-hub", "give that too")
 
     @property
+    def may_go_on(self) -> bool:
+        """Whether a run that the output folder holds is resumed."""
+        return not self.overwrite and self.resume != "never"
+
+    @property
     def shown_name(self) -> str:
         """The name of the run in trackers."""
         return self.run_name or os.path.basename(os.path.abspath(self.output_dir))

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import ray
 
 from async_grpo.batching.records import BatcherPlan
+from async_grpo.cluster.batched_calls import BatchedActor
 from async_grpo.cluster.cluster import Cluster
-from async_grpo.cluster.handles import BatchedActor
 from async_grpo.config.roles import GENERATION, VERIFIER, check_service, is_service, role_of
 from async_grpo.controller.heartbeat import until_gone
 from async_grpo.controller.leases import Lease

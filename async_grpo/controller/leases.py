@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
 from async_grpo.cluster import handles
+from async_grpo.cluster.batched_calls import BatchedCalls
 from async_grpo.controller.heartbeat import in_ticks
 from async_grpo.types import (
     Cut,
@@ -47,7 +48,7 @@ class Lease:
 
     lease_id: int
     info: WorkerInfo
-    calls: handles.Calls
+    calls: BatchedCalls
     cost: float
     fence: Fence  # called when the worker's process has died
     num_tokens: int = 0  # of the answer under way and in no cut, by the worker's latest pulse

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 from async_grpo.types import Pulse, RequestPulse, WorkerInfo
 
 if TYPE_CHECKING:
-    from async_grpo.cluster.handles import Calls, WorkerHandle
+    from async_grpo.cluster.batched_calls import BatchedCalls
+    from async_grpo.cluster.handles import WorkerHandle
     from async_grpo.controller.heartbeat import Loss
     from async_grpo.controller.leases import Lease
 
@@ -105,7 +106,7 @@ class Member:
     info: WorkerInfo
     handle: WorkerHandle
     heartbeat: asyncio.Task[Loss]
-    calls: Calls  # of its leases
+    calls: BatchedCalls  # of its leases
     leases: dict[int, Lease] = field(default_factory=dict)  # valid ones, by id
     watch: TokenWatch = field(default_factory=TokenWatch)
 

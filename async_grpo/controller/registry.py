@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import ray
 
 from async_grpo.cluster import handles
+from async_grpo.cluster.batched_calls import BatchedCalls
 from async_grpo.config.roles import GENERATION, Role
 from async_grpo.controller.balancer import Balancer, Holds
 from async_grpo.controller.heartbeat import Loss, until_lost
@@ -158,7 +159,7 @@ class WorkerRegistry:
         except BaseException:
             heartbeat.cancel()
             raise
-        self._members[worker_id] = Member(info, handle, heartbeat, handles.Calls(handle))
+        self._members[worker_id] = Member(info, handle, heartbeat, BatchedCalls(handle))
         self._holds.joined(worker_id, version, self._balancer.serving(None))
         heartbeat.add_done_callback(partial(self._heart_stopped, worker_id))
         self.history.note("registered", worker_id)

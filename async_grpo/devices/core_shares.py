@@ -15,7 +15,7 @@ from async_grpo.util.run_folder import PARAMETERS_FILE, newest_checkpoint
 
 QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of a container: microseconds of every so many, or "max"
 THREADS = "OMP_NUM_THREADS"
-MOST_THREADS = 8  # by default: a small model's products gain nothing from more
+MOST_THREADS = 8  # by default: small products are not worth more
 # A thread that computes while it waits takes the core from the process that it waits for: with two
 # such threads on two busy cores an engine is 10 to 20 times slower.
 PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
@@ -35,8 +35,7 @@ def thread_variables(
 ) -> dict[str, str]:
     """Variables of each of `processes` that compute: they have no more threads than cores.
 
-    More of them cost a small model a third of the CPU time again, and gain nothing. `recorded`: the
-    threads of a rank that a run began with.
+    `recorded`: the threads of a rank that a run began with.
 
     >>> thread_variables({}, processes=2, cores=5)["OMP_NUM_THREADS"]
     '2'

@@ -10,7 +10,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from async_grpo.cluster.head import PATIENT
+from async_grpo.cluster.head import LATE_REGISTRATION
 from async_grpo.config.roles import ENVIRONMENT, GENERATION, JUDGE, REWARD, SERVICE, VERIFIER
 from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.devices.inventory import forwarded, own_ids, usable_devices
@@ -64,8 +64,8 @@ def _imports_first(config: WorkerConfig, taken: Mapping[str, float]) -> bool:
     On devices vLLM reads more of the environment of an engine's process when that begins. Clusters
     that have not been told otherwise take a process for lost that imports for a minute first.
     """
-    is_patient = PATIENT.items() <= os.environ.items()
-    return config.mode in (GENERATION, JUDGE) and is_patient and not taken.get("GPU")
+    waits = LATE_REGISTRATION.items() <= os.environ.items()
+    return config.mode in (GENERATION, JUDGE) and waits and not taken.get("GPU")
 
 
 def _devices_taken(cluster: Cluster, config: WorkerConfig) -> float:
@@ -225,7 +225,7 @@ def _actor(
 
     Its actors take batched calls. `program`: what Ray starts them with in place of Python.
     """
-    from async_grpo.cluster.handles import BatchedActor
+    from async_grpo.cluster.batched_calls import BatchedActor
 
     variables = {**startup_variables(os.environ), **variables}
     own = {"py_executable": program} if program else {}

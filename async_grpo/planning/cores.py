@@ -30,15 +30,6 @@ class Speed:
     bytes_per_s: float  # of weights that a step of an engine reads
 
 
-def num_threads() -> int:
-    """Threads of each process of a run that computes, as a plan counts them: OMP_NUM_THREADS or 1.
-
-    By default processes have more, which wait without computing: cores are shared as if each had 1.
-    """
-    given = os.environ.get("OMP_NUM_THREADS", "")
-    return int(given) if given.isdigit() and int(given) else 1
-
-
 def read_speed(*, threads: int) -> Speed:
     """The speed that the cache holds, or else a new measurement (2 s), which the cache keeps.
 

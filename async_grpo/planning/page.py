@@ -285,8 +285,8 @@ def threads_in_words(plan: Plan) -> str:
     split, fleet = plan.best.split, plan.asked.fleet
     computing = split.ranks + split.engines + sum(split.scorers)
     text = (
-        f"each of {computing} processes that compute counts as {_count(fleet.threads, 'thread')} "
-        f"(OMP_NUM_THREADS, or else 1) on {_count(fleet.num_cores, 'core')}"
+        f"each of {computing} processes that compute has {_count(fleet.threads, 'thread')} "
+        f"(OMP_NUM_THREADS) on {_count(fleet.num_cores, 'core')}"
     )
     fitting = fleet.num_cores // computing
     return f"{text}: {fitting} would leave none idle" if fitting > fleet.threads else text

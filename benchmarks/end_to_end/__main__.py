@@ -138,7 +138,10 @@ def compare_rates(
     """Runs of a few steps in each setting, systems in turns."""
     questions = stacks.write_puzzles(folder / "puzzles.jsonl", seed=0)
     for setting in settings:
-        task = Setting.read(setting).task(folder, questions=questions, num_steps=steps)
+        try:
+            task = Setting.read(setting).task(folder, questions=questions, num_steps=steps)
+        except ValueError as error:
+            raise click.BadParameter(f"--settings: {error}") from error
         first_turn = records.next_turn("rates", setting, names=names)
         for number, name in enumerate(turns(list(names), repeats=repeats)):
             run = attempt(name, task, folder=folder / slug(name, setting), until=never)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from async_grpo.cluster.handles import Calls
+from async_grpo.cluster.batched_calls import BatchedCalls
 from async_grpo.controller.leases import Lease
 from async_grpo.types import (
     Episode,
@@ -101,7 +101,7 @@ class Registry:
         info = WorkerInfo(self.name(number), self.role, "node", 1, "model", 64, 1.0, 0.0, 512)
         handle = Handle(self.workers[number])
         lease = self.open[lease_id] = Lease(
-            lease_id, info, Calls(handle), cost=cost, fence=self.lose
+            lease_id, info, BatchedCalls(handle), cost=cost, fence=self.lose
         )
         lease.received = received
         try:

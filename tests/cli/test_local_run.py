@@ -1,6 +1,7 @@
 """The resolved file of a run: all its values, the same run when it is launched in its turn."""
 
 import dataclasses
+import json
 import tomllib
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from async_grpo.cli.worker import main as worker
 from async_grpo.config.option import option_fields
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.config.worker_config import WorkerConfig
+from async_grpo.devices.core_shares import MOST_THREADS, num_cores
 from async_grpo.util.errors import ConfigError
 from async_grpo.util.run_folder import RUN_FILE
 
@@ -170,6 +172,24 @@ def test_a_run_with_a_checkpoint_goes_on_unless_it_is_to_be_replaced(tricky, tmp
     (tmp_path / "checkpoints" / "batch_4" / "COMMITTED").touch()
     assert run.goes_on
     assert not dataclasses.replace(run, train=run.train.but(overwrite=True)).goes_on
+
+
+def test_processes_that_compute_share_the_cores_and_a_resumed_run_keeps_its_threads(
+    monkeypatch, tmp_path
+):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    options = ("--output-dir", str(tmp_path))
+    run = read("examples/quickstart.toml", *options, "--nproc-per-node", "1")
+    computing = run.num_ranks + sum(each.num_workers for each in run.workers if each.serves_model)
+    threads = str(min(max(1, num_cores() // computing), MOST_THREADS))
+    assert computing > 1 and run.thread_variables["OMP_NUM_THREADS"] == threads
+    assert run.thread_variables["OMP_WAIT_POLICY"] == "PASSIVE"
+    (tmp_path / "checkpoints" / "batch_4").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "batch_4" / "COMMITTED").touch()
+    (tmp_path / "training_params.json").write_text(json.dumps({"threads": 7}))
+    assert run.thread_variables["OMP_NUM_THREADS"] == "7"
+    again = dataclasses.replace(run, train=run.train.but(overwrite=True))
+    assert again.thread_variables["OMP_NUM_THREADS"] == threads
 
 
 def test_each_table_that_may_repeat_is_written_as_such():

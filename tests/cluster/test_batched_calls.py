@@ -11,7 +11,7 @@ from ray.exceptions import ActorDiedError
 from scripted import Handle, run
 
 from async_grpo.cluster import handles
-from async_grpo.cluster.handles import NUM_UNDER_WAY, BatchedActor, Calls
+from async_grpo.cluster.batched_calls import NUM_UNDER_WAY, BatchedActor, BatchedCalls
 from async_grpo.util.errors import (
     DeadlineError,
     LeaseLost,
@@ -84,7 +84,7 @@ def copied(values):
 def wired(delays_s=(0.0,)):
     actor = Actor()
     wire = Wire(actor, delays_s)
-    return actor, wire, Calls(wire)
+    return actor, wire, BatchedCalls(wire)
 
 
 async def answer(reference, timeout_s=None):
@@ -118,7 +118,20 @@ def test_each_request_is_begun_once_and_answered_unless_it_is_given_up(requests,
             assert number in actor.begun or found[number] is None
         assert sorted(actor.begun) == sorted(set(actor.begun)) == sorted(actor.ended)
         assert wire.most_open <= NUM_UNDER_WAY and not wire.num_open
-        assert not any(desk.answering or desk.answers for desk in actor._desks.values())
+        assert not any(of.answering or of.answers for of in actor._callers.values())
+
+    run(scenario())
+
+
+def test_what_cannot_be_sent_costs_no_request_that_is_under_way():
+    async def scenario():
+        _, _, calls = wired()
+        first = calls.ask("twice", 4, after_s=2.0)
+        await asyncio.sleep(1.0)
+        with pytest.raises((TypeError, AttributeError, pickle.PicklingError)):
+            await calls.ask("twice", lambda: None)
+        assert await answer(first) == 8
+        assert await answer(calls.ask("twice", 5)) == 10
 
     run(scenario())
 
@@ -195,7 +208,7 @@ def test_an_error_fails_its_request_alone_and_says_what_ray_would_say():
 
 def test_an_actor_that_takes_no_batches_is_called_itself():
     async def scenario():
-        calls = Calls(Handle(SimpleNamespace(twice=Actor().twice)))
+        calls = BatchedCalls(Handle(SimpleNamespace(twice=Actor().twice)))
         assert await answer(calls.ask("twice", 4)) == 8
 
     run(scenario())

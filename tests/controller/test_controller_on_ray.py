@@ -19,8 +19,8 @@ from async_grpo.algorithms.base import LocalRules
 from async_grpo.algorithms.find import find_algorithm
 from async_grpo.batching.records import BatcherPlan
 from async_grpo.cluster import handles
+from async_grpo.cluster.batched_calls import BatchedActor, BatchedCalls
 from async_grpo.cluster.cluster import Cluster
-from async_grpo.cluster.handles import BatchedActor, Calls
 from async_grpo.config.roles import GENERATION, teacher
 from async_grpo.controller import find
 from async_grpo.controller.find import find_or_make_controller
@@ -243,7 +243,7 @@ def test_what_one_process_asks_at_once_shares_calls_and_fails_alone(controller, 
     trainer = make(trainer_class())
     run = begin(controller, plan, trainer)
     join(controller, "one", MATH)
-    shared = Calls(controller)
+    shared = BatchedCalls(controller)
 
     async def ask(number, method="score"):
         asked = shared.ask("ask", run, MATH, method, number, cost=0.0)

@@ -68,7 +68,7 @@ CONTROLLED = LAGGING | {
     "lr_scheduler": "constant",
     "num_training_batches": 8,
 }
-ASKED = pytest.mark.skipif(not FULL, reason="more lives: make test-all has them")
+ASKED = pytest.mark.skipif(not FULL, reason="four more lives: make test-all has them")
 STEP = "async_grpo.training.learner:Learner.update"
 MINIBATCH = "async_grpo.training.learner:Learner.accumulate"
 PUBLISH = "async_grpo.run.sampled_data:SampledData.publish"
@@ -123,17 +123,14 @@ def lives(world):
         *(asked_lives(lagged(make_story(world, "controlled", CONTROLLED))) if FULL else ()),
         Life(late, replays=4),
         Life(killed, replays=3),
-        *(twice_lives(of) if FULL else ()),
+        Life(of("twice", options=TWICE)),
+        Life(of("twice-killed", options=TWICE), death=Death(STEP, 7)),  # in pass 2 of batch 1
+        Life(of("twice-killed", options=TWICE)),
+        Life(of("twice-killed", options=TWICE), replays=2),
         Life(supervised("pairs")),
         Life(supervised("pairs-killed"), death=Death(STEP, 4)),
         Life(supervised("pairs-killed")),
     ]  # fmt: skip
-
-
-def twice_lives(of):
-    """Two passes over each batch: left alone, and killed in the second pass of batch 1."""
-    alone, killed = of("twice", options=TWICE), of("twice-killed", options=TWICE)
-    return [Life(alone), Life(killed, death=Death(STEP, 7)), Life(killed), Life(killed, replays=2)]
 
 
 def asked_lives(controlled):
@@ -376,7 +373,6 @@ def test_generation_that_ran_ahead_is_sampled_again_once(lived, world):
     assert relative_difference(moved, should) < 1e-4
 
 
-@ASKED
 def test_a_run_killed_in_a_second_pass_trains_each_sample_once_in_each_pass(lived, world):
     """Policy, moments, clocks and ledger to the bit: what the broken passes did is in none."""
     assert codes(lived[0]["twice-killed"]) == [[-9], [0]], logs(lived[0]["twice-killed"])
@@ -434,7 +430,7 @@ def test_a_supervised_run_goes_on_to_the_bit(lived, world):
     [
         ("late", "batch_3", "batches 3 to 4"),
         ("killed", "model", "batches 0 to 3"),
-        pytest.param("twice-killed", "batch_", "batch", marks=ASKED),
+        ("twice-killed", "batch_", "batch"),
         pytest.param("controlled", "batch_", "", marks=ASKED),
     ],
 )

@@ -3,7 +3,7 @@
 import pytest
 from fake_cluster import FakeCluster
 
-from async_grpo.cluster.head import PATIENT
+from async_grpo.cluster.head import LATE_REGISTRATION
 from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.devices.inventory import Device, Inventory
 from async_grpo.launch import actors
@@ -72,7 +72,7 @@ def test_without_usable_devices_a_worker_takes_none_whatever_ray_counts(node):
 
 
 def test_a_worker_imports_before_it_joins_where_ray_waits_for_it(node, monkeypatch):
-    for name, value in PATIENT.items():
+    for name, value in LATE_REGISTRATION.items():
         monkeypatch.setenv(name, value)
     cluster = node(0, counted=0.0)
     engine, *others = kinds(cluster)

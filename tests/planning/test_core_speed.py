@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from async_grpo.planning.cores import Speed, measured, num_threads, read_speed
+from async_grpo.planning.cores import Speed, measured, read_speed
 
 
 def test_a_machine_is_measured_once_for_each_number_of_threads(monkeypatch, tmp_path):
@@ -29,14 +29,6 @@ def test_a_cache_that_takes_no_file_costs_a_measurement_only(monkeypatch, tmp_pa
     monkeypatch.setattr("async_grpo.planning.cores.measured", lambda _: Speed(1.0, 2.0))
     tmp_path.chmod(0o500)
     assert read_speed(threads=1) == Speed(1.0, 2.0)
-
-
-def test_threads_are_those_that_a_run_would_have(monkeypatch):
-    for given, threads in ((None, 1), ("", 1), ("4", 4), ("4,2", 1)):
-        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-        if given is not None:
-            monkeypatch.setenv("OMP_NUM_THREADS", given)
-        assert num_threads() == threads
 
 
 def test_cores_compute_as_cores_do(monkeypatch):

@@ -109,7 +109,7 @@ def test_the_threads_of_processes_on_cores_are_said(num_cores, rest):
     fleet = SimpleNamespace(num_cores=num_cores, threads=1)
     split = Split(engines=1, ranks=2, scorers=(1,))
     it = SimpleNamespace(best=SimpleNamespace(split=split), asked=SimpleNamespace(fleet=fleet))
-    said = f"counts as 1 thread (OMP_NUM_THREADS, or else 1) on {num_cores} cores{rest}"
+    said = f"has 1 thread (OMP_NUM_THREADS) on {num_cores} cores{rest}"
     assert threads_in_words(it) == f"each of 4 processes that compute {said}"
 
 
