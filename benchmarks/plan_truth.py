@@ -23,6 +23,7 @@ import click
 from async_grpo.cli.launch_file import launch
 from async_grpo.cli.local_run import options_of_run, read_run
 from async_grpo.cli.plan import plan_of
+from async_grpo.planning.bills import bills_of
 from async_grpo.planning.measured import FIRST_ROW
 from async_grpo.planning.page import Plan
 from async_grpo.util.run_folder import METRICS_FILE
@@ -192,14 +193,16 @@ def plan_case(case: Case, folder: Path) -> Plan:
 def compare(case: Case, folder: Path) -> list[Figure]:
     """Seconds of a step and memory of each role, planned by measured."""
     plan, own = plan_case(case, folder), folder / case.name
+    planned = plan.found.as_asked  # not the best: what has been run
+    assert planned is not None
     real = sum(seconds_of(own)) / len(seconds_of(own))
     figures = [
         Figure(f"{case.name}: step, measured", real, "s"),
-        _ratio(f"{case.name}: step, planned by measured", plan.best.step_s / real, STEP_GOAL),
+        _ratio(f"{case.name}: step, planned by measured", planned.step_s / real, STEP_GOAL),
     ]
     held = json.loads((own / MEMORY_FILE).read_text())
     held["trainer rank"] = rows_of(own)[-1]["peak_process_bytes"]
-    for role in plan.bills:
+    for role in bills_of(plan.asked, planned.split):
         if measured := held.get(role.role):
             ratio = role.bill.total * max(1, role.count * (role.role != "trainer rank")) / measured
             name = f"{case.name}: memory of the {role.role}, planned by measured"

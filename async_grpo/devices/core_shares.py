@@ -42,9 +42,13 @@ def thread_variables(
     >>> thread_variables({"OMP_NUM_THREADS": "7"}, processes=2, cores=5)["OMP_NUM_THREADS"]
     '7'
     """
-    threads = recorded or min(max(1, cores // max(processes, 1)), MOST_THREADS)
-    wanted = {THREADS: str(threads), **PASSIVE}
+    wanted = {THREADS: str(recorded or threads_each(processes, cores=cores)), **PASSIVE}
     return {name: environ.get(name, value) for name, value in wanted.items()}
+
+
+def threads_each(processes: int, *, cores: int) -> int:
+    """Threads of each of `processes` that compute, by default."""
+    return min(max(1, cores // max(processes, 1)), MOST_THREADS)
 
 
 def recorded_threads(folder: Path) -> int:

@@ -246,9 +246,13 @@ def check_fits(asked: Asked, *, as_placed: bool = False) -> None:
 
 def check_hosts(asked: Asked, split: Split) -> None:
     """Raise `TooLargeError` where a machine's memory holds less than its processes need."""
-    most = max(_of_machines(asked, split), key=_held)
-    if asked.host_bytes and _held(most) > asked.host_bytes:
-        raise _host_refusal(asked, split, most)
+    if not hosts_hold(asked, split):
+        raise _host_refusal(asked, split, max(_of_machines(asked, split), key=_held))
+
+
+def hosts_hold(asked: Asked, split: Split) -> bool:
+    """Whether the memory of each machine is enough for its processes, as far as it is known."""
+    return not asked.host_bytes or max(map(_held, _of_machines(asked, split))) <= asked.host_bytes
 
 
 def _check_devices(asked: Asked, *, as_placed: bool) -> None:

@@ -7,12 +7,13 @@ best and its neighbours. There are as many scoring workers as keep pace with the
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from async_grpo.devices.core_shares import threads_each
 from async_grpo.planning.asked import Asked, Split, fleet_of
-from async_grpo.planning.bills import fewest_ranks, rank_fits, remedies
+from async_grpo.planning.bills import fewest_ranks, hosts_hold, rank_fits, remedies
 from async_grpo.planning.prediction import (
     LEAST_ENGINES,
     Prediction,
@@ -49,8 +50,9 @@ def search(
 ) -> SearchResult:
     """The best split and staleness; `work` gives the work of a split.
 
-    On CPUs, and where processes share devices, the file's split is the only one that is tried.
-    Raises `ConfigError` where devices are too few.
+    On CPUs only the number of ranks is searched, and the file's is kept where it is fast enough;
+    where processes share devices, the file's split is the only one that is tried. Raises
+    `ConfigError` where devices are too few.
     """
     known: dict[tuple[Split, int], Prediction] = {}
 
@@ -64,19 +66,42 @@ def search(
     if asked.train.memory.colocated:
         bounds = tuple(bound for bound in bounds if bound <= 1)
     if asked.on_cpu or asked.is_shared:
-        curve = tuple(at(own, bound) for bound in sorted({*bounds, asked_bound}))
-        best = next(each for each in curve if each.max_staleness == asked_bound)
-        return SearchResult(best, curve, (best,), best)
+        splits = (own, *_with_other_ranks(asked)) if asked.on_cpu else (own,)
+        tried = [at(split, asked_bound) for split in splits]
+        best = _fast_enough(tried)
+        curve = tuple(at(best.split, bound) for bound in sorted({*bounds, asked_bound}))
+        return SearchResult(best, curve, tuple(tried), tried[0])
     middle = asked_bound if asked.train.batching.deterministic else max(1, asked_bound)
     chosen = _best_split(work, asked, lambda split: at(split, middle))
     bounds = (asked_bound,) if asked.train.batching.deterministic else bounds
     curve = tuple(at(chosen.split, bound) for bound in sorted({*bounds, asked_bound}))
-    fastest = max(each.samples_per_s for each in curve)
-    best = next(each for each in curve if each.samples_per_s >= ENOUGH * fastest)
+    best = _fast_enough(curve)
     as_asked = at(own, asked_bound) if _is_held(asked, own) else None
     tried = [known[key] for key in known if key[1] == middle]
     tried.sort(key=lambda each: each.split.engines)
     return SearchResult(best, curve, tuple(tried), as_asked)
+
+
+def _fast_enough(found: Sequence[Prediction]) -> Prediction:
+    """The first that trains nearly as many samples a second as the fastest."""
+    fastest = max(each.samples_per_s for each in found)
+    return next(each for each in found if each.samples_per_s >= ENOUGH * fastest)
+
+
+def _with_other_ranks(asked: Asked) -> Iterator[Split]:
+    """The file's split with up to as many ranks as cores, where that changes no process's threads.
+
+    Speeds are measured with these threads.
+    """
+    own, cores = asked.own_split, asked.fleet.num_cores
+    others = own.engines + sum(own.scorers)
+    threads = threads_each(others + own.ranks, cores=cores)
+    for ranks in range(1, cores + 1):
+        split = replace(own, ranks=ranks)
+        is_whole = ranks % asked.shard_ranks(ranks) == 0
+        alike = is_whole and threads_each(others + ranks, cores=cores) == threads
+        if ranks != own.ranks and alike and hosts_hold(asked, split):
+            yield split
 
 
 def _best_split(

@@ -1,6 +1,6 @@
 """This system on a task, as a user would run it: Ray, `worker_dispatcher.py`, `trainer_core.py`.
 
-Threads are those of `launch`, where one rank trains.
+As many ranks train as there are cores, as `async-grpo plan` has it; threads are those of `launch`.
 """
 
 from __future__ import annotations
@@ -50,17 +50,18 @@ def _dispatcher(stack: Stack, task: Task, mode: str) -> Process:
 
 
 def variables(task: Task) -> dict[str, str]:
-    """Of all processes: the engine, the rank and, with KL, the reference share the cores."""
-    processes = 3 if task.kl_coefficient else 2
+    """Of all processes: the ranks, the engine and, with KL, the reference share the cores."""
+    processes = num_cores() + (2 if task.kl_coefficient else 1)
     return thread_variables({}, processes=processes, cores=num_cores())
 
 
 def trainer(stack: Stack, task: Task, *, output: Path) -> Process:
-    """The one rank that trains; not started yet."""
+    """The ranks that train; not started yet."""
     return Process(
         "the trainer",
         [
-            *(sys.executable, "trainer_core.py", "--model-name-or-path", task.model),
+            *(sys.executable, "trainer_core.py", "--nproc-per-node", str(num_cores())),
+            *("--model-name-or-path", task.model),
             *("--data-path", task.questions, "--infinite-sampler-seed", str(task.seed)),
             *("--output-dir", str(output), "--overwrite"),
             *("--num-training-batches", str(task.num_steps)),

@@ -1,7 +1,6 @@
 """The systems that are compared: how each is started on a task, and what all of them are asked.
 
-Each gets the setting in which it was fastest on two cores; ours is one rank, as `async-grpo plan`
-has it. Of TRL these run on a CPU:
+Each gets the setting in which it was fastest on two cores. Of TRL these run on a CPU:
 
     trl            GRPOTrainer, transformers generation, one process
     trl ddp        the same, two ranks: the usual way to use two devices

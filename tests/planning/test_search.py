@@ -1,6 +1,7 @@
 """Splits and staleness: what is found is legal, and more devices are no slower."""
 
 from dataclasses import fields, replace
+from types import SimpleNamespace
 
 import pytest
 from effort import histories
@@ -203,9 +204,40 @@ def test_whole_turns_of_the_batches_that_are_on_their_way_together_are_measured(
     assert measured >= 2 and measured % (bound + 1) == 0
 
 
-def test_on_cores_the_file_s_split_is_the_only_one_and_shared_cores_slow_it():
+@pytest.fixture
+def on_cores():
+    """A run on two cores, with an engine and two ranks."""
     run = asked("smollm2-135m", devices="", batch_size=8, max_generation_tokens=64)
-    run = replace(run, workers=(replace(run.workers[0], num_workers=1),))
+    return replace(run, workers=(replace(run.workers[0], num_workers=1),))
+
+
+@pytest.mark.parametrize(
+    ("cores", "host_bytes", "ranks"),
+    [(2, 64 << 30, 2), (2, 1 << 30, 1), (8, 64 << 30, 1), (64, 64 << 30, 7)],
+)
+def test_on_cores_as_many_ranks_as_fill_them_are_best(cores, host_bytes, ranks, on_cores):
+    """Fewer where memory is too small, or where more would leave each process fewer threads."""
+    fleet = replace(on_cores.fleet, num_cores=cores, threads=min(8, cores // 2))
+    run = replace(on_cores, num_ranks=1, fleet=fleet, host_bytes=host_bytes)
+    found = search(work(run, mean=30.0), run, bounds=())
+    assert found.as_asked.split == run.own_split
+    assert found.best.split == replace(run.own_split, ranks=ranks)
+    assert {each.split for each in found.curve} == {found.best.split}
+
+
+def test_on_cores_the_file_s_ranks_stay_where_they_are_fast_enough(on_cores):
+    run = on_cores
+
+    def predict(_, split, *, max_staleness):
+        return SimpleNamespace(
+            split=split, max_staleness=max_staleness, samples_per_s={1: 1.0, 2: 0.96}[split.ranks]
+        )
+
+    assert search(lambda split: None, run, predict=predict).best.split == run.own_split
+
+
+def test_shared_cores_slow_processes(on_cores):
+    run = on_cores
     found = search(work(run, mean=30.0), run, bounds=())
     assert found.best.split == run.own_split and found.best.max_staleness == 1
     assert found.best.slowed > 1
