@@ -1,6 +1,7 @@
 """This system on a task, as a user would run it: Ray, `worker_dispatcher.py`, `trainer_core.py`.
 
-As many ranks train as there are cores, as `async-grpo plan` has it; threads are those of `launch`.
+Ranks are as many as `async-grpo plan` has there: one of a small model, of others as many as cores.
+Threads are those of `launch`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from benchmarks.end_to_end.task import Task
 from benchmarks.processes import Process
 from benchmarks.stack import READY_TIMEOUT_S, Stack
 
+SMALL_BYTES = 40_000_000  # of the file of weights
 MODES = {
     "generation": ("--max-num-seqs", "256", "--reward-fns", "countdown"),
     "logprob": ("--max-tokens-per-gpu", "4096"),
@@ -51,8 +53,14 @@ def _dispatcher(stack: Stack, task: Task, mode: str) -> Process:
 
 def variables(task: Task) -> dict[str, str]:
     """Of all processes: the ranks, the engine and, with KL, the reference share the cores."""
-    processes = num_cores() + (2 if task.kl_coefficient else 1)
+    processes = num_ranks(task) + (2 if task.kl_coefficient else 1)
     return thread_variables({}, processes=processes, cores=num_cores())
+
+
+def num_ranks(task: Task) -> int:
+    """How many ranks train."""
+    is_small = (Path(task.model) / "model.safetensors").stat().st_size < SMALL_BYTES
+    return 1 if is_small else num_cores()
 
 
 def trainer(stack: Stack, task: Task, *, output: Path) -> Process:
@@ -60,7 +68,7 @@ def trainer(stack: Stack, task: Task, *, output: Path) -> Process:
     return Process(
         "the trainer",
         [
-            *(sys.executable, "trainer_core.py", "--nproc-per-node", str(num_cores())),
+            *(sys.executable, "trainer_core.py", "--nproc-per-node", str(num_ranks(task))),
             *("--model-name-or-path", task.model),
             *("--data-path", task.questions, "--infinite-sampler-seed", str(task.seed)),
             *("--output-dir", str(output), "--overwrite"),
