@@ -47,10 +47,11 @@ def devices_in(text: str) -> Fleet:
     return Fleet(tuple(each for each in nodes if each), kind)
 
 
-def fleet_here(inventory: Inventory, *, threads: str = "") -> Fleet:
+def fleet_here(inventory: Inventory, *, threads: str | None = None) -> Fleet:
     """The devices of this machine, or its cores.
 
-    `threads`: OMP_NUM_THREADS of each process, for which the cores' speed is measured.
+    `threads`: OMP_NUM_THREADS of each process, for which the cores' speed is measured; what is no
+    number counts as 1.
     """
     from async_grpo.planning.asked import CPU, H100, KINDS, Fleet
     from async_grpo.planning.cores import read_speed
@@ -64,8 +65,8 @@ def fleet_here(inventory: Inventory, *, threads: str = "") -> Fleet:
             has_large_batches=kind.has_large_batches and held >= LARGE_BATCHES,
         )  # fmt: skip
         return Fleet((len(devices),), kind)
-    core, num_threads = CPU, int(threads) if threads.isdigit() else 1
-    if threads:
+    core, num_threads = CPU, max(1, int(threads)) if threads and threads.isdigit() else 1
+    if threads is not None:
         speed = read_speed(threads=num_threads)
         core = replace(
             CPU, flops=speed.flops, bytes_per_s=speed.bytes_per_s, source="measured on these cores"

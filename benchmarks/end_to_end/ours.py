@@ -1,6 +1,6 @@
 """This system on a task, as a user would run it: Ray, `worker_dispatcher.py`, `trainer_core.py`.
 
-Ranks are as many as `async-grpo plan` has there: one of a small model, of others as many as cores.
+Ranks are as many as `async-grpo plan` has on two cores: one of a small model, of others two.
 Threads are those of `launch`.
 """
 

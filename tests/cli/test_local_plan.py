@@ -9,6 +9,7 @@ from click.testing import CliRunner
 from async_grpo.cli.assignment import placed
 from async_grpo.cli.launch_file import launch
 from async_grpo.cli.local_run import options_of_run, planned
+from async_grpo.cli.memory import fleet_here
 from async_grpo.cli.run_processes import name_of
 from async_grpo.devices.inventory import Device, Inventory
 from async_grpo.util.errors import ConfigError
@@ -84,6 +85,13 @@ class Index:
     devices = 2
     async def answer(self, request): ...
 """
+
+
+@pytest.mark.parametrize(("threads", "number"), [("1", 1), ("0", 1), ("", 1), ("4,2", 1), ("2", 2)])
+def test_cores_are_measured_with_the_threads_that_are_given(threads, number):
+    fleet = fleet_here(machine(0), threads=threads)
+    assert fleet.threads == number and "measured" in fleet.kind.source
+    assert "measured" not in fleet_here(machine(0)).kind.source
 
 
 def test_a_service_has_the_devices_that_its_class_says(tmp_path, monkeypatch):
