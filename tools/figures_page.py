@@ -44,7 +44,7 @@ class Files:
     def __call__(
         self, file: str, name: str, form: str = ".2f", by: float = 1.0, *, spread: bool = False
     ) -> str:
-        """A figure, divided by `by`, with its lowest and highest if asked for."""
+        """A figure, divided by `by`, with its lowest and highest if asked for and they differ."""
         if (found := self.all(file).get(name)) is None:
             return "–"
         text = format(found.value / by, form)
@@ -53,7 +53,8 @@ class Files:
             missed = found.value > found.goal if lower else found.value < found.goal
             text = f"**{text}**" if missed else text
         low, high = found.spread or (found.value, found.value)
-        return f"{text} ({low / by:{form}} to {high / by:{form}})" if spread else text
+        varies = spread and low < high
+        return f"{text} ({low / by:{form}} to {high / by:{form}})" if varies else text
 
     def cell(self, found: re.Match[str]) -> str:
         """What stands for a placeholder."""
