@@ -47,6 +47,7 @@ class Files:
         """A figure, divided by `by`, with its lowest and highest if asked for and they differ."""
         if (found := self.all(file).get(name)) is None:
             return "–"
+        form = f"z{form}"  # no -0
         text = format(found.value / by, form)
         if found.goal is not None:
             lower = found.better == "lower"
