@@ -40,3 +40,8 @@ def test_a_missed_goal_is_bold_and_what_no_file_holds_is_a_dash(tmp_path):
     assert "| samples a second | **1.50** (1.40 to 1.60) | – | 1.50 |" in found
     assert found.startswith("before\n<!-- figures: trl -->\n") and found.endswith("-->\nafter\n")
     assert "old" not in found and TOOL["rewritten"](found, tmp_path) == found
+
+
+def test_what_rounds_to_nothing_has_no_sign_and_what_does_not_vary_no_spread(tmp_path):
+    results.write("some", [Figure("idle", -0.001, "", spread=(-0.001, -0.001))], folder=tmp_path)
+    assert TOOL["Files"](tmp_path)("some", "idle", ".0%", spread=True) == "0%"
