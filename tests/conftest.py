@@ -24,6 +24,7 @@ ONE_ENGINE = (
     "tests/rollout/test_engine.py",
     "tests/rollout/test_updates_in_flight.py",
     "tests/rollout/test_missed_updates.py",
+    "tests/rollout/test_cuts.py",
 )
 ONE_SERVER = (  # of ranks, which imports all that they need: 6 s of a core
     "tests/training/test_fsdp.py",

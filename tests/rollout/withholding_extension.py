@@ -3,10 +3,10 @@
 from pathlib import Path
 
 from async_grpo.model.weight_files import tensors_in
-from async_grpo.weight_sync.vllm_extension import WeightsExtension
+from async_grpo.rollout.expert_choices import WorkerExtension
 
 
-class WithholdingExtension(WeightsExtension):
+class WithholdingExtension(WorkerExtension):
     def withhold(self, names):
         """In every update from now on these parameters get what the update before brought."""
         self._withheld = names
