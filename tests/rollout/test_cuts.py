@@ -118,7 +118,7 @@ def test_cuts_are_told_of_those_requests_alone_that_ask_for_them(stack):
     """All else is sent when it ends, whoever looks meanwhile."""
     stack.serve(FIRST)
     plain = make_request(prompt=PROMPT, num_samples=6, max_tokens=MAX_TOKENS, lease_id=LEASE)
-    # A cut for which nothing was left is of whatever comes next: of this request, if any is.
+    # A cut that was asked for as the request before ended stays asked for: this one takes it.
     stack.generate(prompt=PROMPT, num_samples=1, max_tokens=2)
 
     async def looked_at():

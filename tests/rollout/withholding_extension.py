@@ -7,6 +7,8 @@ from async_grpo.rollout.expert_choices import WorkerExtension
 
 
 class WithholdingExtension(WorkerExtension):
+    """All that the real one has: later engines of the same test process get this one too."""
+
     def withhold(self, names):
         """In every update from now on these parameters get what the update before brought."""
         self._withheld = names
